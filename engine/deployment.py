@@ -1,0 +1,231 @@
+"""`Deployment`: every knob that is searched, simulated, launched and read back, in one frozen object.
+
+The YAML form is the JSON form: unknown keys are errors, every default is echoed by `to_dict`.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rackplan.engine.errors import InputError
+from rackplan.engine.specs import GpuSpec, ModelSpec, gpu_spec, model_spec
+
+Role = Literal["prefill", "decode", "aggregated"]
+SyncAlgorithm = Literal["recursive_doubling", "ring", "nccl"]
+RouterPolicy = Literal["round_robin", "least_requests", "least_tokens", "prefix_affinity"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class WeightOffload(_Part):
+    """vLLM's --offload-*: of every `group_size` layers, `num_in_group` keep their routed experts in host memory."""
+
+    group_size: int = Field(0, ge=0)
+    num_in_group: int = Field(1, ge=1)
+    prefetch_step: int = Field(1, ge=1)
+
+    @property
+    def share(self) -> float:
+        """Share of the routed-expert bytes that is in host memory."""
+        return min(1.0, self.num_in_group / self.group_size) if self.group_size else 0.0
+
+
+class Pool(_Part):
+    """Instances of one role. Caps are per data-parallel rank, as in vLLM.
+
+    GPUs of an instance = dep x tp: attention is data-parallel over `dep` ranks, experts lie over all its GPUs.
+    """
+
+    role: Role
+    instances: int = Field(ge=1)
+    dep: int = Field(ge=1)
+    tp: int = Field(1, ge=1)
+    max_num_batched_tokens: int = Field(8192, ge=1)
+    max_num_seqs: int = Field(256, ge=1)
+    max_new_kv_loads_per_step: int | None = Field(None, ge=1)
+    long_prefill_token_threshold: int = Field(0, ge=0)
+    gpu_memory_utilization: float = Field(0.92, gt=0, le=1)
+    enable_prefix_caching: bool = True
+    max_cudagraph_capture_size: int = Field(512, ge=0)
+    async_scheduling: bool = True
+    offload: WeightOffload = WeightOffload()
+
+    @property
+    def gpus_per_instance(self) -> int:
+        return self.dep * self.tp
+
+    @property
+    def gpus(self) -> int:
+        return self.instances * self.gpus_per_instance
+
+
+class Eplb(_Part):
+    """Expert-parallel load balancing: replicas by measured load, every `interval_steps` on the last `window_steps`."""
+
+    enabled: bool = False
+    redundant_experts: int = Field(0, ge=0)
+    window_steps: int = Field(1000, ge=1)
+    interval_steps: int = Field(3000, ge=1)
+    use_async: bool = True
+
+
+class Speculation(_Part):
+    draft_tokens: int = Field(0, ge=0)
+
+
+class KvTransfer(_Part):
+    mode: Literal["push", "pull"] = "push"
+
+
+class DpSync(_Part):
+    algorithm: SyncAlgorithm = "recursive_doubling"
+
+
+class Router(_Part):
+    policy: RouterPolicy = "prefix_affinity"
+
+
+class Deployment(_Part):
+    """What is put on the rack: one aggregated pool, or prefill and decode pools."""
+
+    model: str
+    gpu: str
+    pools: tuple[Pool, ...]
+    max_model_len: int | None = Field(None, ge=1)
+    eplb: Eplb = Eplb()
+    speculation: Speculation = Speculation()
+    kv_transfer: KvTransfer = KvTransfer()
+    dp_sync: DpSync = DpSync()
+    router: Router = Router()
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        return model_spec(self.model, self.gpu)
+
+    @property
+    def gpu_spec(self) -> GpuSpec:
+        return gpu_spec(self.gpu)
+
+    @property
+    def gpus(self) -> int:
+        """The one count of GPUs: instances x dep x tp over all pools."""
+        return sum(p.gpus for p in self.pools)
+
+    @property
+    def disaggregated(self) -> bool:
+        return self.pools[0].role != "aggregated"
+
+    @property
+    def redundant_experts(self) -> int:
+        return self.eplb.redundant_experts if self.eplb.enabled else 0
+
+    @property
+    def context_limit(self) -> int:
+        return self.max_model_len or self.model_spec.max_model_len
+
+    def pools_of(self, role: Role) -> tuple[Pool, ...]:
+        return tuple(p for p in self.pools if p.role == role)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Deployment":
+        roles = [p.role for p in self.pools]
+        if roles != ["aggregated"] and not ({"prefill", "decode"} == set(roles)):
+            raise ValueError(f"pools={roles}: give one aggregated pool, or prefill and decode pools")
+        model, gpu = self.model_spec, self.gpu_spec
+        if self.eplb.redundant_experts and not self.eplb.enabled:
+            raise ValueError("eplb.redundant_experts has no effect while eplb.enabled=false; enable it or set 0")
+        if self.speculation.draft_tokens > model.max_draft_tokens:
+            raise ValueError(
+                f"speculation.draft_tokens={self.speculation.draft_tokens}: {self.model} takes at most "
+                f"{model.max_draft_tokens}"
+            )
+        if self.max_model_len and self.max_model_len > model.max_model_len:
+            raise ValueError(f"max_model_len={self.max_model_len}: {self.model} takes at most {model.max_model_len}")
+        for p in self.pools:
+            _check_pool(p, self, model, gpu)
+        return self
+
+
+def _check_pool(pool: Pool, deployment: Deployment, model: ModelSpec, gpu: GpuSpec) -> None:
+    slots = model.routed_experts + deployment.redundant_experts
+    width = pool.gpus_per_instance
+    if slots % width:
+        fits = [d for d in range(1, 513) if slots % (d * pool.tp) == 0]
+        near = sorted(sorted(fits, key=lambda d: abs(d - pool.dep))[:2])
+        raise ValueError(
+            f"{pool.role}.dep={pool.dep}: dep x tp must divide {model.routed_experts} routed experts + "
+            f"{deployment.redundant_experts} redundant; nearest {', '.join(map(str, near))}"
+        )
+    if width > gpu.nvlink_domain_gpus:
+        raise ValueError(
+            f"{pool.role}.dep={pool.dep}: an instance of {width} GPUs does not fit one NVLink domain of "
+            f"{gpu.nvlink_domain_gpus} {gpu.name}; at most {gpu.nvlink_domain_gpus // pool.tp}"
+        )
+    if pool.max_new_kv_loads_per_step is not None and pool.role != "decode":
+        raise ValueError(f"{pool.role}.max_new_kv_loads_per_step has no effect; only decode pools load KV: remove it")
+    if pool.max_num_batched_tokens < pool.max_num_seqs:
+        raise ValueError(
+            f"{pool.role}.max_num_batched_tokens={pool.max_num_batched_tokens}: vLLM wants at least "
+            f"max_num_seqs={pool.max_num_seqs}"
+        )
+    threshold = pool.long_prefill_token_threshold
+    if threshold and threshold >= pool.max_num_batched_tokens:
+        raise ValueError(
+            f"{pool.role}.long_prefill_token_threshold={threshold} has no effect at max_num_batched_tokens="
+            f"{pool.max_num_batched_tokens}; lower it or set 0"
+        )
+
+
+def parse_deployment(data: Any, where: str = "deployment") -> Deployment:
+    """A `Deployment` from parsed YAML or JSON. Raises InputError with one line: where, key, value, mend."""
+    if not isinstance(data, dict):
+        raise InputError(f"{where}: expected a mapping with model, gpu and pools, got {type(data).__name__}")
+    try:
+        return Deployment.model_validate(data)
+    except ValidationError as e:
+        raise InputError(f"{where}: {_first_problem(e, data)}") from None
+
+
+def _first_problem(error: ValidationError, data: dict) -> str:
+    first = error.errors()[0]
+    path = _dotted(first["loc"], data)
+    if first["type"] == "extra_forbidden":
+        return f"{path}: unknown key; remove it or correct its name"
+    if first["type"] == "missing":
+        return f"{path}: missing; add it"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    return f"{path}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def _dotted(loc: tuple, data: dict) -> str:
+    """pools.0.dep as decode.dep: pools are named by their role where they state one."""
+    parts = [str(x) for x in loc]
+    if len(loc) > 1 and loc[0] == "pools" and isinstance(loc[1], int):
+        pool = data["pools"][loc[1]]
+        role = pool.get("role") if isinstance(pool, dict) else None
+        parts = [str(role or f"pools.{loc[1]}"), *parts[2:]]
+    return ".".join(parts)
+
+
+def load_deployment(path: Path) -> Deployment:
+    """Read a deployment's YAML. Raises InputError that names the file and the key."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read ({e.strerror}); give a deployment's YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        mark = getattr(e, "problem_mark", None)
+        row = f":{mark.line + 1}" if mark else ""
+        raise InputError(f"{path}{row}: not valid YAML ({getattr(e, 'problem', e)})") from None
+    return parse_deployment(data, str(path))

@@ -1,0 +1,1 @@
+"""rackplan: plan, simulate and deploy vLLM on a rack."""

@@ -1,0 +1,96 @@
+"""What the simulator must know of an engine's speed: the `PoolCost` protocol, which calibrations implement.
+
+A step of an instance is lockstep over its data-parallel ranks. Its GPU time is the slowest rank's attention plus what
+all ranks go through together (dense layers at the padded batch, MoE, communication, draft). The host adds a launch
+floor, its own work and the DP sync; `step_wall_ms` in step.py says how they overlap.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from rackplan.engine import Deployment, Pool
+
+FloatArray = np.ndarray
+
+
+class SharedTime(NamedTuple):
+    """GPU time that all ranks of an instance share in one step, ms. `ep_imbalance`: the hottest rank's excess."""
+
+    dense: float
+    moe: float
+    ep_imbalance: float
+    communication: float
+    draft: float
+
+
+class PoolCost(Protocol):
+    """Step costs of one pool, bound to its width, drafts and options. All times are ms, all coefficients >= 0."""
+
+    def attention_ms(
+        self,
+        prefill_tokens: FloatArray,
+        prefill_pairs: FloatArray,
+        prefill_context: FloatArray,
+        decode_requests: FloatArray,
+        decode_context: FloatArray,
+    ) -> FloatArray:
+        """Rank-local GPU time, elementwise over arrays of any one shape; linear in each argument.
+
+        prefill_tokens: new tokens in this step. prefill_pairs: sum over chunks of new x (cached + new / 2).
+        prefill_context: sum over chunks of the tokens already in the KV cache. decode_requests: decoding requests.
+        decode_context: sum of their context tokens.
+        """
+        ...
+
+    def shared_ms(self, widest_tokens: int, total_tokens: int, prefill: bool, balancedness: float) -> SharedTime:
+        """Time shared by all ranks. `widest_tokens`: tokens of the fullest rank (drafts counted), to which CUDA graphs
+        pad the others; `total_tokens`: over all ranks; `prefill`: some rank runs prompt tokens; `balancedness`: mean /
+        max of routed tokens per GPU, 0 to 1.
+        """
+        ...
+
+    def launch_floor_ms(self, widest_tokens: int, prefill: bool) -> float:
+        """Least wall time of a step, by CUDA-graph mode: the host cannot launch its kernels faster."""
+        ...
+
+    def host_ms(self, widest_requests: int) -> float:
+        """CPU work of one step on the rank with most requests: schedule, prepare inputs, process outputs."""
+        ...
+
+    def admission_ms(self, prompt_tokens: int) -> float:
+        """CPU work of admitting one request whose KV is at hand; grows with the prompt's length."""
+        ...
+
+    def dp_sync_ms(self) -> float:
+        """The step's all-reduce over DP ranks on the CPU; 0 for one rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferCost:
+    """KV hand-over from prefill to decode. `setup_ms`: handshake and orchestration of one request;
+    `per_block_ms`: descriptor work per KV block; `gb_per_s`: one GPU's link, shared by the transfers in flight;
+    `block_tokens`: tokens per transferred block. In pull mode `per_block_ms` runs on the decode worker's thread.
+    """
+
+    setup_ms: float
+    per_block_ms: float
+    gb_per_s: float
+    block_tokens: int
+
+
+class Calibration(Protocol):
+    """An engine's speed, as measured. `frontend_ms`: API server, tokeniser and first-chunk delivery per request."""
+
+    name: str
+    frontend_ms: float
+
+    def pool_cost(self, deployment: Deployment, pool: Pool) -> PoolCost: ...
+
+    def transfer_cost(self, deployment: Deployment) -> TransferCost: ...
+
+    def balancedness(self, deployment: Deployment, pool: Pool, tokens_per_rank: float) -> float:
+        """Expected mean / max of routed tokens per GPU in a step of `pool`."""
+        ...
