@@ -166,6 +166,13 @@ def _check_pool(pool: Pool, deployment: Deployment, model: ModelSpec, gpu: GpuSp
             f"{pool.role}.dep={pool.dep}: dep x tp must divide {model.routed_experts} routed experts + "
             f"{deployment.redundant_experts} redundant; nearest {', '.join(map(str, near))}"
         )
+    draft = model.draft if deployment.speculation.draft_tokens and pool.role != "prefill" else None
+    if draft and width > 1 and (draft.experts + deployment.redundant_experts) % width:
+        raise ValueError(
+            f"{pool.role}.dep={pool.dep}: dep x tp must divide the draft's {draft.experts} experts + "
+            f"{deployment.redundant_experts} redundant too; change dep, eplb.redundant_experts or set "
+            f"speculation.draft_tokens=0"
+        )
     if width > gpu.nvlink_domain_gpus:
         raise ValueError(
             f"{pool.role}.dep={pool.dep}: an instance of {width} GPUs does not fit one NVLink domain of "

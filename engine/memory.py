@@ -91,10 +91,11 @@ def check_memory(deployment: Deployment, longest_tokens: int | None = None) -> l
 def _fits(deployment: Deployment, pool: Pool, need_tokens: int) -> MemoryPlan:
     plan = plan_memory(deployment, pool)
     if plan.kv_pool_gib <= 0:
+        weights = plan.routed_experts_gib + plan.redundant_experts_gib + plan.replicated_weights_gib
         raise InfeasibleError(
             f"{pool.role} pool does not fit {deployment.gpu} ({plan.hbm_gib:.1f} GiB): {-plan.kv_pool_gib:.2f} GiB "
-            f"short before any KV (weights {plan.routed_experts_gib + plan.redundant_experts_gib + plan.replicated_weights_gib:.1f}, "
-            f"activations {plan.activation_gib:.1f}); {_nearest(deployment, pool, 1)}"
+            f"short before any KV (weights {weights:.1f}, activations {plan.activation_gib:.1f}); "
+            f"{_nearest(deployment, pool, 1)}"
         )
     if plan.kv_tokens < need_tokens:
         kv_gib = need_tokens * deployment.model_spec.kv_bytes_per_token / GIB

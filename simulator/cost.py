@@ -44,10 +44,12 @@ class PoolCost(Protocol):
         """
         ...
 
-    def shared_ms(self, widest_tokens: int, total_tokens: int, prefill: bool, balancedness: float) -> SharedTime:
+    def shared_ms(
+        self, widest_tokens: int, total_tokens: int, prefill_tokens: int, prefill_chunks: int, balancedness: float
+    ) -> SharedTime:
         """Time shared by all ranks. `widest_tokens`: tokens of the fullest rank (drafts counted), to which CUDA graphs
-        pad the others; `total_tokens`: over all ranks; `prefill`: some rank runs prompt tokens; `balancedness`: mean /
-        max of routed tokens per GPU, 0 to 1.
+        pad the others; `total_tokens`: over all ranks, of which `prefill_tokens` are prompt tokens in `prefill_chunks`
+        chunks; `balancedness`: mean / max of routed tokens per GPU, 0 to 1.
         """
         ...
 

@@ -43,7 +43,7 @@ class Load:
 
 
 class Source(Protocol):
-    """Requests in time. `arrivals` yields what comes by itself, in order of arrival; `finished` what follows from an end."""
+    """Requests in time: `arrivals` yields what comes by itself, in order; `finished` what follows from an end."""
 
     def arrivals(self) -> Iterator[Request]: ...
 

@@ -1,0 +1,403 @@
+"""One instance: a DP group that steps in lockstep. The SimPy process that everything else feeds.
+
+Ranks are rows of arrays. A decoding request's last step is known when it starts, so a step touches only what changes,
+and steps in which nothing can change are advanced together: their times are computed as one array, and an arrival cuts
+the run at the step it falls in. Coalesced and step-by-step runs are the same, request by request.
+"""
+
+import heapq
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import simpy
+
+from rackplan.engine import Pool
+from rackplan.simulator.acceptance import Acceptance
+from rackplan.simulator.accounting import GpuTime
+from rackplan.simulator.cost import PoolCost
+from rackplan.simulator.prefix_cache import PrefixCache
+from rackplan.simulator.request import NS_PER_MS, Request
+from rackplan.simulator.scheduler import Rank, RankPlan, Sequence, plan_rank
+from rackplan.simulator.step import StepLoad, StepTimes, time_steps
+
+MOST_COALESCED_STEPS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceModel:
+    """What an instance knows of itself. `kv_tokens`: KV pool of one rank. `balancedness`: by tokens per rank."""
+
+    pool: Pool
+    cost: PoolCost
+    kv_tokens: int
+    acceptance: Acceptance
+    replay_tokens: int
+    balancedness: Callable[[float], float]
+    make_cache: Callable[[], PrefixCache]
+    coalesce: bool = True
+
+
+class Instance:
+    """`on_prefilled(seq, instance)`: a prompt is in a prefill pool's KV cache; `on_finished(seq, instance)`: an end.
+
+    `load`, `load_tokens` (ranks,): requests on each rank and their tokens, for the router. `token_gaps`: (steps,
+    sequences, step times in ns) of every run of steps with decoding requests. `kv_loading`: hand-overs under way to
+    this instance.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        model: InstanceModel,
+        on_prefilled: Callable[[Sequence, "Instance"], None],
+        on_finished: Callable[[Sequence, "Instance"], None],
+    ) -> None:
+        self.env = env
+        self.model = model
+        self.pool = model.pool
+        self.on_prefilled, self.on_finished = on_prefilled, on_finished
+        n = model.pool.dep
+        self.ranks = [Rank(model.make_cache()) for _ in range(n)]
+        self.load = np.zeros(n, dtype=np.int64)
+        self.load_tokens = np.zeros(n, dtype=np.int64)
+        self.kv_loading = 0
+        self.most_admitted = 0
+        self.preemptions = 0
+        self._held = np.zeros(n)  # KV tokens of prompts in prefill or hand-over
+        self._decoding = np.zeros(n)
+        self._prefilling = np.zeros(n)
+        self._context_base = np.zeros(n)  # context = base + growth x step, so that it needs no update per step
+        self._growth = np.zeros(n)
+        self._running = 0
+        self._step = 0
+        self._started = 0
+        self._finishes: list[tuple[int, int, Sequence]] = []
+        self._busy_ranks: set[int] = set()  # ranks with waiting or partly prefilled requests
+        self._blocked: dict[int, str] = {}
+        self._ends: np.ndarray | None = None  # of the run of steps that an arrival may cut
+        self._wake: simpy.Event | None = None
+        self._extra_host_ms = 0.0
+        self.start_measuring()
+        self._process = env.process(self._live())
+
+    # -- what others do to it ------------------------------------------------------------------------------------
+    def submit(self, seq: Sequence) -> None:
+        """Queue a request on its rank, now."""
+        rank = self.ranks[seq.rank]
+        (rank.loaded if seq.kv_loaded else rank.waiting).append(seq)
+        self._busy_ranks.add(seq.rank)
+        self._stir(seq.rank, seq.kv_loaded)
+
+    def release(self, seq: Sequence) -> None:
+        """A hand-over is done: the prompt's KV on this prefill instance may be evicted from now on."""
+        self._held[seq.rank] -= seq.prompt_tokens
+        self._store(seq, seq.prompt_tokens)
+        self._leave(seq)
+        if self.ranks[seq.rank].waiting and self._blocked.get(seq.rank) == "kv_full":
+            del self._blocked[seq.rank]
+            self._stir(seq.rank, kv_loaded=False)
+
+    def can_load(self, rank: int, tokens: int) -> bool:
+        """Is there KV for a hand-over of `tokens`?"""
+        done = 0 if self._ends is None else int(np.searchsorted(self._ends, self.env.now, side="right"))
+        return tokens <= self._room(rank, self._step + done + 1)
+
+    def hold(self, rank: int, tokens: int) -> None:
+        """Allocate KV for a hand-over that starts."""
+        self._held[rank] += tokens
+        self.kv_loading += 1
+        if self._ends is not None and self._room(rank, self._step + len(self._ends)) < 0:
+            self._cut_run(1)
+
+    def charge_host_ms(self, ms: float) -> None:
+        """Work put on the worker's thread from outside; the next step waits for it."""
+        self._extra_host_ms += ms
+        self._cut_run(1)
+
+    def prime(self, rank: int, request: Request) -> None:
+        """Put the whole prompt of `request` into a rank's prefix cache, at no cost."""
+        if self.pool.enable_prefix_caching:
+            cache = self.ranks[rank].cache
+            cache.store(request, request.input_tokens)
+            cache.evict_to(self.model.kv_tokens)
+
+    def start_measuring(self) -> None:
+        """Forget what was booked so far (the warm-up)."""
+        self.time = GpuTime(self.pool.gpus_per_instance)
+        self.token_gaps: list[tuple[int, int, np.ndarray]] = []
+        self._idle_since = self.env.now
+
+    def stop_measuring(self) -> None:
+        """Book the idle time that is still under way."""
+        if self._wake is not None:
+            self._book_idle()
+
+    # -- the process ---------------------------------------------------------------------------------------------
+    def _live(self) -> Generator[simpy.Event, Any, None]:
+        previous_start = 0
+        while True:
+            self._preempt_for_growth()
+            plans = self._plan(previous_start if self.pool.async_scheduling else self.env.now)
+            if not plans and not self._running:
+                plans = self._plan(self.env.now + 1)  # nothing runs: all that is here is seen
+            if not plans and not self._running:
+                yield from self._wait_for_work()
+                previous_start = self.env.now + 1
+                continue
+            times = self._time(plans)
+            wall_ns = np.maximum(1, np.rint(times.wall_ms * NS_PER_MS)).astype(np.int64)
+            ends = self.env.now + np.cumsum(wall_ns)
+            previous_start = self.env.now
+            steps = yield from self._pass(ends)
+            if steps > 1:
+                previous_start = int(ends[steps - 2])
+            self._book(plans, times.first(steps), wall_ns[:steps])
+            self._commit(plans, steps)
+
+    def _wait_for_work(self) -> Generator[simpy.Event, Any, None]:
+        self._idle_since = self.env.now
+        self._wake = self.env.event()
+        yield self._wake
+        self._wake = None
+        self._book_idle()
+
+    def _pass(self, ends: np.ndarray) -> Generator[simpy.Event, Any, int]:
+        """Let the steps pass; an arrival cuts them short. Returns how many were run."""
+        if len(ends) == 1:
+            yield self.env.timeout(int(ends[0]) - self.env.now)
+            return 1
+        self._ends = ends
+        while True:
+            try:
+                yield self.env.timeout(int(self._ends[-1]) - self.env.now)
+            except simpy.Interrupt:  # the run is shorter by now
+                continue
+            steps = len(self._ends)
+            self._ends = None
+            return steps
+
+    def _stir(self, rank: int, kv_loaded: bool) -> None:
+        """Something came to `rank`: wake up, or end the run of steps at the first boundary at which it can be seen."""
+        if self._wake is not None:
+            if not self._wake.triggered:
+                self._wake.succeed()
+        elif not self._is_blocked(rank, kv_loaded):
+            self._cut_run(2 if self.pool.async_scheduling else 1)
+
+    def _is_blocked(self, rank: int, kv_loaded: bool) -> bool:
+        """Can a request that comes to `rank` not start before another ends? One that has its KV needs no more of it."""
+        reason = self._blocked.get(rank)
+        return reason is not None and not (kv_loaded and reason == "kv_full")
+
+    def _cut_run(self, steps_from_now: int) -> None:
+        """End the run of steps under way with the current step (1) or the one after it (2)."""
+        if self._ends is None:
+            return
+        steps = int(np.searchsorted(self._ends, self.env.now, side="right")) + steps_from_now
+        if steps < len(self._ends):
+            self._ends = self._ends[:steps]
+            self._process.interrupt()
+
+    # -- planning a step -----------------------------------------------------------------------------------------
+    def _plan(self, visible_before_ns: int) -> dict[int, RankPlan]:
+        """Plans of the ranks on which something other than decoding happens."""
+        plans: dict[int, RankPlan] = {}
+        self._blocked.clear()
+        for r in sorted(self._busy_ranks):
+            rank = self.ranks[r]
+            plan = plan_rank(
+                rank,
+                self.pool,
+                now_ns=self.env.now,
+                visible_before_ns=visible_before_ns,
+                room_tokens=self._room(r, self._step + 1),
+                draft_tokens=self.model.acceptance.draft_tokens,
+                replay_tokens=self.model.replay_tokens,
+            )
+            if plan.blocked_by:
+                self._blocked[r] = plan.blocked_by
+            if plan.chunks or plan.loads:
+                plans[r] = plan
+                self._admit(r, plan)
+        return plans
+
+    def _admit(self, r: int, plan: RankPlan) -> None:
+        self._held[r] += sum(seq.prompt_tokens for seq in plan.started)
+        self._prefilling[r] += len(plan.started)
+        for seq in plan.loads:
+            self._held[r] -= seq.prompt_tokens
+            self._start_decode(seq, seq.request.output_tokens, seq.prompt_tokens)
+        rank = self.ranks[r]
+        rank.cache.evict_to(int(self._room(r, self._step)))
+        if rank.only_decodes:
+            self._busy_ranks.discard(r)
+
+    def _steps_ahead(self, plans: dict[int, RankPlan]) -> int:
+        """Steps in which nothing changes but the context."""
+        unseen = any(not self._is_blocked(r, bool(self.ranks[r].loaded)) for r in self._busy_ranks)
+        if plans or unseen or not self.model.coalesce or self._extra_host_ms:
+            return 1
+        while self._finishes[0][2].finish_step != self._finishes[0][0]:  # preempted since
+            heapq.heappop(self._finishes)
+        ahead = min(self._finishes[0][0] - self._step, MOST_COALESCED_STEPS)
+        room = self.model.kv_tokens - self._held - self._contexts()
+        if (room < self._growth * ahead).any():
+            ahead = int(np.floor(room / np.maximum(self._growth, 1e-12)).min())
+        return max(1, ahead)
+
+    def _time(self, plans: dict[int, RankPlan]) -> StepTimes:
+        n = len(self.ranks)
+        tokens, pairs, cached = np.zeros(n), np.zeros(n), np.zeros(n)
+        chunks, admission_ms = 0, 0.0
+        cost = self.model.cost
+        for r, plan in plans.items():
+            for seq, new in plan.chunks:
+                tokens[r] += new
+                pairs[r] += new * (seq.computed_tokens + 0.5 * new)
+                cached[r] += seq.computed_tokens
+            chunks += len(plan.chunks)
+            admitted = plan.started + plan.loads
+            self.most_admitted = max(self.most_admitted, len(admitted))
+            admission_ms = max(admission_ms, sum(cost.admission_ms(s.prompt_tokens) for s in admitted))
+        width = 1 + self.model.acceptance.draft_tokens
+        step_tokens = tokens + self._decoding * width
+        if n > 1:  # a rank with nothing to run executes a dummy batch
+            step_tokens[step_tokens == 0] = width
+        load = StepLoad(
+            prefill_tokens=tokens,
+            prefill_pairs=pairs,
+            prefill_context=cached,
+            prefill_chunks=chunks,
+            decode_requests=self._decoding,
+            decode_context=self._contexts(),
+            context_growth=self._growth,
+            tokens=step_tokens,
+            admission_ms=admission_ms + self._extra_host_ms,
+            requests=int((self._decoding + self._prefilling).max()),
+        )
+        steps = self._steps_ahead(plans)
+        self._extra_host_ms = 0.0
+        balancedness = self.model.balancedness(float(step_tokens.sum()) / n)
+        return time_steps(cost, load, steps, balancedness, self.pool.async_scheduling)
+
+    # -- what a step did -----------------------------------------------------------------------------------------
+    def _book_idle(self) -> None:
+        cause = "transfer_wait" if self.kv_loading else "kv_full" if self._blocked else "idle"
+        self.time.book_idle(cause, self.env.now - self._idle_since)
+        self._idle_since = self.env.now
+
+    def _book(self, plans: dict[int, RankPlan], times: StepTimes, wall_ns: np.ndarray) -> None:
+        idle = (self._decoding + self._prefilling) == 0
+        idle_ranks = int(idle.sum())
+        cause = "dp_imbalance"
+        if idle_ranks and self._blocked:
+            reasons = {why for r, why in self._blocked.items() if idle[r]}
+            cause = next((c for c in ("admission_cap", "kv_full") if c in reasons), cause)
+        self.time.book_steps(times, wall_ns, idle_ranks / len(idle), cause)
+        sequences = self._running - sum(len(plan.loads) for plan in plans.values())
+        if sequences:
+            self.token_gaps.append((len(wall_ns), sequences, wall_ns))
+
+    def _commit(self, plans: dict[int, RankPlan], steps: int) -> None:
+        self._step += steps
+        for plan in plans.values():
+            for seq, new in plan.chunks:
+                seq.computed_tokens += new
+                if seq.computed_tokens >= seq.prompt_tokens:
+                    self._prefilled(seq)
+            for seq in plan.loads:
+                seq.first_token_ns = self.env.now
+        while self._finishes and self._finishes[0][0] <= self._step:
+            seq = heapq.heappop(self._finishes)[2]
+            if seq.finish_step == self._step:
+                seq.finish_step = -1
+                tokens = self._stop_decode(seq)
+                self._end(seq, round(tokens))
+
+    def _prefilled(self, seq: Sequence) -> None:
+        r = seq.rank
+        rank = self.ranks[r]
+        rank.partial.remove(seq)
+        self._prefilling[r] -= 1
+        if rank.only_decodes:
+            self._busy_ranks.discard(r)
+        if self.pool.role == "prefill":
+            seq.prefill_done_ns = self.env.now
+            self.on_prefilled(seq, self)  # its KV stays held until `release`
+            return
+        self._held[r] -= seq.prompt_tokens
+        if seq.first_token_ns < 0:
+            seq.first_token_ns = self.env.now
+        left = seq.request.output_tokens - seq.generated_tokens - 1
+        if left > 0:
+            self._start_decode(seq, left, seq.prompt_tokens + 1)
+        else:
+            self._end(seq, seq.prompt_tokens)
+
+    def _start_decode(self, seq: Sequence, tokens: int, context: int) -> None:
+        steps = self.model.acceptance.steps(seq.request.id, tokens)
+        r = seq.rank
+        seq.start_step, seq.finish_step = self._step, self._step + steps
+        seq.start_context, seq.growth = context, tokens / steps
+        seq.generated_tokens = seq.request.output_tokens - tokens
+        self.ranks[r].decoding[seq] = None
+        self._running += 1
+        self._decoding[r] += 1
+        self._growth[r] += seq.growth
+        self._context_base[r] += context - seq.growth * seq.start_step
+        self._started += 1
+        heapq.heappush(self._finishes, (seq.finish_step, self._started, seq))
+
+    def _stop_decode(self, seq: Sequence) -> float:
+        """Take `seq` out of the decoding batch; its context by now, tokens."""
+        r = seq.rank
+        del self.ranks[r].decoding[seq]
+        self._running -= 1
+        self._decoding[r] -= 1
+        self._growth[r] -= seq.growth
+        self._context_base[r] -= seq.start_context - seq.growth * seq.start_step
+        if not self._decoding[r]:  # no rounding residue
+            self._growth[r] = self._context_base[r] = 0.0
+        return seq.start_context + seq.growth * (self._step - seq.start_step)
+
+    def _end(self, seq: Sequence, tokens: int) -> None:
+        self._leave(seq)
+        if self.pool.role == "aggregated":
+            self._store(seq, tokens)
+        self.on_finished(seq, self)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.load[seq.rank] -= 1
+        self.load_tokens[seq.rank] -= seq.request.input_tokens + seq.request.output_tokens
+
+    def _store(self, seq: Sequence, tokens: int) -> None:
+        if self.pool.enable_prefix_caching:
+            cache = self.ranks[seq.rank].cache
+            cache.store(seq.request, tokens)
+            cache.evict_to(int(self._room(seq.rank, self._step)))
+
+    def _preempt_for_growth(self) -> None:
+        """No KV for the next tokens: the rank's last request gives its KV back and starts anew, first in line."""
+        short = self._contexts() + self._growth + self._held > self.model.kv_tokens
+        for r in map(int, np.flatnonzero(short)):
+            rank = self.ranks[r]
+            while rank.decoding and self._room(r, self._step + 1) < 0:
+                seq = next(reversed(rank.decoding))
+                seq.generated_tokens += round(seq.growth * (self._step - seq.start_step))
+                seq.prompt_tokens = seq.request.input_tokens + seq.generated_tokens
+                self._stop_decode(seq)
+                seq.computed_tokens, seq.finish_step, seq.kv_loaded = 0, -1, False
+                seq.preemptions += 1
+                self.preemptions += 1
+                rank.waiting.appendleft(seq)
+                self._busy_ranks.add(r)
+
+    # -- context -------------------------------------------------------------------------------------------------
+    def _contexts(self) -> np.ndarray:
+        return self._context_base + self._growth * self._step
+
+    def _room(self, r: int, step: int) -> float:
+        """KV tokens of rank `r` that no request holds after `step` steps, if nothing else changes."""
+        return float(self.model.kv_tokens - self._held[r] - self._context_base[r] - self._growth[r] * step)

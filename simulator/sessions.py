@@ -1,0 +1,271 @@
+"""Session trees: an agent's turns, the sub-agents that they spawn, and the closed loop that replays them.
+
+A tree is data; `SessionSource` plays it. Replay rules, after the AgentX benchmark: concurrency is the number of live
+trees (lanes); a lane that ends its tree takes the next one, from the start; sub-agents cost no concurrency. AgentX caps
+the time in which a tree has nothing in flight at 300 s by moving its timers forward. Here each delay is capped at
+300 s, which is the same unless a longer one overlaps with running sub-agents (it then ends up to their run time
+earlier). A tree's start is drawn by its main stream's turns, AgentX draws it by recorded time.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from rackplan.simulator.arrivals import check_load, gamma_times
+from rackplan.simulator.request import NS_PER_S, Load, Request, Source, WorkloadStats
+from rackplan.simulator.streams import Streams
+
+MAX_DELAY_S = 300.0
+# Lanes start between these shares of their tree's main turns.
+START_SHARES = (0.25, 0.75)
+
+
+class Turn(NamedTuple):
+    """One request of a stream; a tuple, because a corpus holds hundreds of thousands.
+
+    `reuse_tokens`: leading tokens of the input that the stream's previous turn holds; in a spawned stream's first turn,
+    those that an earlier stream of the tree holds. `delay_s`: think or tool time between the end of the previous turn
+    (a first turn: of the turn that spawned the stream) and this one, as recorded, uncapped.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    reuse_tokens: int
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Turns one after another on one growing context.
+
+    `spawned_by`: (stream, turn) in the tree whose end starts this one; None for the first. `joined`: the spawning
+    stream's next turn waits for the end of this one, and of the streams that are joined to it.
+    """
+
+    kind: Literal["main", "sub"]
+    turns: tuple[Turn, ...]
+    spawned_by: tuple[int, int] | None = None
+    joined: bool = False
+
+
+@dataclass(frozen=True)
+class SessionTree:
+    """Stream 0 is the main one; every other is spawned by a turn of a stream before it."""
+
+    streams: tuple[Stream, ...]
+
+    @cached_property
+    def spawned(self) -> dict[tuple[int, int], list[int]]:
+        """Streams by the (stream, turn) that starts them."""
+        by_turn: dict[tuple[int, int], list[int]] = {}
+        for index, stream in enumerate(self.streams):
+            if stream.spawned_by is not None:
+                by_turn.setdefault(stream.spawned_by, []).append(index)
+        return by_turn
+
+    @cached_property
+    def main_turns(self) -> list[int]:
+        """By stream, the main turn that brought it about, directly or through other streams; -1 for the main one."""
+        origins: list[int] = []
+        for stream in self.streams:
+            parent, turn = stream.spawned_by or (-1, -1)
+            origins.append(origins[parent] if parent > 0 else turn)
+        return origins
+
+    @property
+    def requests(self) -> int:
+        return sum(len(s.turns) for s in self.streams)
+
+
+class _Run:
+    """One stream in play. `turn`: the next to send; `joins`: joined streams it waits for; `ready_ns`: None if busy."""
+
+    __slots__ = ("joins", "ready_ns", "session", "turn")
+
+    def __init__(self, session: int, turn: int) -> None:
+        self.session, self.turn = session, turn
+        self.joins = 0
+        self.ready_ns: int | None = None
+
+
+class _Lane:
+    """One live tree: its streams in play by index, and the sessions of sub-agents that have ended."""
+
+    __slots__ = ("idle_sessions", "runs", "tree")
+
+    def __init__(self, tree: SessionTree) -> None:
+        self.tree = tree
+        self.runs: dict[int, _Run] = {}
+        self.idle_sessions: list[int] = []
+
+
+class SessionSource:
+    """Plays trees. With a concurrency: that many lanes from mid-tree on, each followed by the next tree of `trees`,
+    over and over; with a rate: trees arrive at rate / mean requests of a tree, each from its start.
+
+    Nothing is sent at or after `duration_s`. Costs O(1) per request. A session is a line of KV: streams in play never
+    share one, but a new sub-agent takes over that of an ended one of its tree, whose leading tokens (instructions, tool
+    descriptions) are its own too. The first ones of a tree find none and prefill the whole of their prompt.
+    """
+
+    def __init__(self, trees: Sequence[SessionTree], load: Load, duration_s: float, streams: Streams) -> None:
+        self._trees = trees
+        self._load = load
+        self._duration_s = duration_s
+        self._streams = streams
+        self._end_ns = duration_s * NS_PER_S
+        self._next_tree = 0
+        self._request_ids, self._session_ids = count(), count()
+        self._in_flight: dict[int, tuple[_Lane, int]] = {}
+        self._primed: list[tuple[int, int]] = []
+        self._first: list[Request] = []
+        for _ in range(load.concurrency or 0):
+            self._start_midway(streams["lanes"])
+        self._first.sort(key=lambda r: (r.arrival_ns, r.id))
+
+    def arrivals(self) -> Iterator[Request]:
+        yield from self._first
+        rate_req_s = self._load.rate_req_s
+        if rate_req_s is not None:
+            trees_per_s = rate_req_s * len(self._trees) / sum(t.requests for t in self._trees)
+            rng = self._streams["arrivals"]
+            for time_ns in gamma_times(trees_per_s, self._load.cv, self._duration_s, rng):
+                yield from self._start_tree(time_ns)
+
+    def finished(self, request: Request, now_ns: int) -> list[Request]:
+        lane, index = self._in_flight.pop(request.id)
+        run = lane.runs[index]
+        out: list[Request] = []
+        for child in lane.tree.spawned.get((index, run.turn), ()):
+            out += self._start_stream(lane, child, now_ns)
+            run.joins += lane.tree.streams[child].joined
+        run.turn += 1
+        out += self._go_on(lane, index, now_ns)
+        return out
+
+    def primed(self) -> list[tuple[int, int]]:
+        return self._primed
+
+    def _go_on(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
+        """What follows in a lane when nothing of stream `index` is in flight: its next turn, its end, a wait."""
+        run, turns = lane.runs[index], lane.tree.streams[index].turns
+        if run.turn < len(turns):
+            if run.ready_ns is None:
+                run.ready_ns = now_ns + _delay_ns(turns[run.turn])
+            return [] if run.joins else self._send(lane, index, max(now_ns, run.ready_ns))
+        return [] if run.joins else self._end_stream(lane, index, now_ns)
+
+    def _end_stream(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
+        stream = lane.tree.streams[index]
+        session = lane.runs.pop(index).session
+        if stream.kind == "sub":
+            lane.idle_sessions.append(session)
+        if stream.joined and stream.spawned_by is not None:
+            parent = stream.spawned_by[0]
+            lane.runs[parent].joins -= 1
+            return self._go_on(lane, parent, now_ns)
+        if lane.runs or self._load.concurrency is None:
+            return []
+        return self._start_tree(now_ns)
+
+    def _start_tree(self, now_ns: int) -> list[Request]:
+        if now_ns >= self._end_ns:
+            return []
+        return self._start_stream(self._take_lane(), 0, now_ns)
+
+    def _take_lane(self) -> _Lane:
+        tree = self._trees[self._next_tree % len(self._trees)]
+        self._next_tree += 1
+        return _Lane(tree)
+
+    def _start_stream(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
+        idle = lane.idle_sessions
+        lane.runs[index] = _Run(idle.pop() if idle else next(self._session_ids), 0)
+        return self._go_on(lane, index, now_ns)
+
+    def _send(self, lane: _Lane, index: int, at_ns: int) -> list[Request]:
+        if at_ns >= self._end_ns:
+            return []
+        run = lane.runs[index]
+        run.ready_ns = None
+        turn = lane.tree.streams[index].turns[run.turn]
+        request = Request(
+            next(self._request_ids), at_ns, turn.input_tokens, turn.output_tokens, run.session, turn.reuse_tokens
+        )
+        self._in_flight[request.id] = (lane, index)
+        return [request]
+
+    def _start_midway(self, rng: np.random.Generator) -> None:
+        """Put a lane's tree where a uniform point of its main turns finds it."""
+        lane = self._take_lane()
+        turns = len(lane.tree.streams[0].turns)
+        start = int(rng.uniform(*START_SHARES) * turns)
+        self._resume(lane, 0, start, rng)
+        self._prime_ended(lane, start)
+        for index in lane.runs:
+            self._first += self._go_on(lane, index, 0)
+
+    def _resume(self, lane: _Lane, index: int, turn: int, rng: np.random.Generator) -> None:
+        """Stream `index` is about to send `turn`: part of its delay is over, the streams that the turn before spawned
+        are somewhere in theirs, and earlier ones have ended.
+        """
+        run = lane.runs[index] = _Run(next(self._session_ids), turn)
+        turns = lane.tree.streams[index].turns
+        run.ready_ns = int(rng.random() * _delay_ns(turns[turn]))
+        if not turn:
+            return
+        before = turns[turn - 1]
+        self._primed.append((run.session, before.input_tokens + before.output_tokens))
+        for child in lane.tree.spawned.get((index, turn - 1), ()):
+            stream = lane.tree.streams[child]
+            run.joins += stream.joined
+            self._resume(lane, child, int(rng.random() * len(stream.turns)), rng)
+
+    def _prime_ended(self, lane: _Lane, start: int) -> None:
+        """Sub-agents that ended before main turn `start` left what they share with later ones: once for each of the
+        most that one main turn brings about, since no more than about those have run at once.
+        """
+        origins = lane.tree.main_turns
+        ended = [i for i, turn in enumerate(origins) if i and turn < start - 1]
+        for index in ended[: max(Counter(origins[1:]).values(), default=0)]:
+            session = next(self._session_ids)
+            lane.idle_sessions.append(session)
+            self._primed.append((session, lane.tree.streams[index].turns[0].input_tokens))
+
+
+def _delay_ns(turn: Turn) -> int:
+    return int(min(turn.delay_s, MAX_DELAY_S) * NS_PER_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionWorkload:
+    """Trees to play; `corpus` gives those of a seed. `notes`: what its reader left out or assumed."""
+
+    name: str
+    corpus: Callable[[int], Sequence[SessionTree]]
+    notes: tuple[str, ...] = ()
+
+    def source(self, load: Load, duration_s: float, streams: Streams) -> Source:
+        """Closed loop of `load.concurrency` trees, or trees arriving so that requests come at `load.rate_req_s`."""
+        check_load(load, self.name)
+        return SessionSource(self.corpus(streams.seed), load, duration_s, streams)
+
+    def stats(self) -> WorkloadStats:
+        """Means over the trees of seed 0, delays capped as they are replayed."""
+        trees = self.corpus(0)
+        turns = [turn for tree in trees for stream in tree.streams for turn in stream.turns]
+        inputs, outputs, reuse, delays_s = (np.array(column, dtype=float) for column in zip(*turns, strict=True))
+        return WorkloadStats(
+            mean_input_tokens=float(inputs.mean()),
+            mean_output_tokens=float(outputs.mean()),
+            mean_new_tokens=float((inputs - reuse).mean()),
+            max_total_tokens=int((inputs + outputs).max()),
+            requests_per_session=len(turns) / len(trees),
+            think_s_per_request=float(np.minimum(delays_s, MAX_DELAY_S).mean()),
+            streams_per_session=sum(len(t.streams) for t in trees) / len(trees),
+        )

@@ -1,0 +1,296 @@
+"""Run a deployment on a workload: the one entry to the simulator.
+
+A request's way: arrival -> front end -> router -> prefill instance -> KV hand-over -> decode instance -> end, or
+arrival -> front end -> router -> aggregated instance -> end.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import simpy
+
+from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memory
+from rackplan.simulator.acceptance import Acceptance
+from rackplan.simulator.cost import Calibration
+from rackplan.simulator.instance import Instance, InstanceModel
+from rackplan.simulator.kv_transfer import KvTransfers
+from rackplan.simulator.pool import PoolOfInstances
+from rackplan.simulator.prefix_cache import BlockCache, SessionCache
+from rackplan.simulator.request import NS_PER_MS, NS_PER_S, Load, Request, Source, Workload
+from rackplan.simulator.router import make_router
+from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.streams import Streams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How to run. Arrivals stop after `duration_s`; what ends before `warmup_s` is not measured; `coalesce=False` takes
+    every step by itself (for tests: the results are the same). `drain`: run on until every request has ended."""
+
+    duration_s: float = 600.0
+    warmup_s: float = 0.0
+    seed: int = 0
+    drain: bool = True
+    coalesce: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolRun:
+    """What one pool did in the measured time. `gpu_ns`: GPU time by cause; `token_gaps`: see Instance."""
+
+    pool: Pool
+    gpu_ns: dict[str, float]
+    busy_share: float
+    token_gaps: list[tuple[int, int, np.ndarray]]
+    most_admitted_in_a_step: int
+    preemptions: int
+
+
+@dataclass(slots=True, kw_only=True)
+class SimResult:
+    """One run. Arrays are (finished requests,) in order of their ends; times are integer ns.
+
+    `submitted` = len(finish_ns) + `rejected` + `unfinished`: every arrival has one outcome.
+    """
+
+    deployment: Deployment
+    memory: list[MemoryPlan]
+    arrival_ns: np.ndarray
+    first_token_ns: np.ndarray
+    finish_ns: np.ndarray
+    input_tokens: np.ndarray
+    output_tokens: np.ndarray
+    cached_tokens: np.ndarray
+    scheduled_ns: np.ndarray
+    request_id: np.ndarray
+    pools: list[PoolRun]
+    submitted: int
+    rejected: int
+    unfinished: int
+    measured_from_ns: int
+    measured_to_ns: int
+    drained: bool
+    transfers: int = 0
+    transfer_wait_ns: int = 0
+    transfer_ns: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+
+def simulate(
+    deployment: Deployment, workload: Workload, load: Load, calibration: Calibration, options: RunOptions
+) -> SimResult:
+    """Simulate. Raises InfeasibleError when a pool does not fit its GPUs, InputError when nothing arrives."""
+    memory = check_memory(deployment)
+    return _Run(deployment, memory, workload, load, calibration, options).run()
+
+
+class _Run:
+    def __init__(
+        self,
+        deployment: Deployment,
+        memory: list[MemoryPlan],
+        workload: Workload,
+        load: Load,
+        calibration: Calibration,
+        options: RunOptions,
+    ) -> None:
+        self.deployment, self.memory, self.options = deployment, memory, options
+        streams = Streams(options.seed)
+        self.env = simpy.Environment()
+        self.source: Source = workload.source(load, options.duration_s, streams)
+        self.frontend_ns = round(calibration.frontend_ms * NS_PER_MS)
+        self._all_done = self.env.event()
+        self._no_more = False
+        self.submitted = self.rejected = self.in_flight = 0
+        self.ended: list[tuple[int, ...]] = []
+        self.limit_tokens = min([deployment.context_limit, *(m.kv_tokens for m in memory)])
+        drafts = deployment.speculation.draft_tokens
+        acceptance = Acceptance(drafts, deployment.model_spec.acceptance_length(drafts), streams)
+        hashed = getattr(workload, "hashed", False)
+        router = make_router(deployment.router.policy)
+        models = [self._models(calibration, pool, plan, acceptance, hashed) for pool, plan in _zip(deployment, memory)]
+        flat = [m for group in models for m in group]
+        entry = [m for m in flat if m.pool.role != "decode"]
+        self.entry = PoolOfInstances(self.env, entry, router, self._prefilled, self._finished)
+        self.transfers: KvTransfers | None = None
+        self.pools = [self.entry]
+        if deployment.disaggregated:
+            decode = [m for m in flat if m.pool.role == "decode"]
+            # A decode rank has no prefix to prefer: KV comes whole, so load alone counts.
+            pool = PoolOfInstances(self.env, decode, make_router("least_requests"), self._prefilled, self._finished)
+            self.pools.append(pool)
+            self.transfers = KvTransfers(
+                self.env,
+                calibration.transfer_cost(deployment),
+                deployment.model_spec,
+                deployment.kv_transfer.mode,
+                pool,
+            )
+
+    def _models(
+        self, calibration: Calibration, pool: Pool, plan: MemoryPlan, acceptance: Acceptance, hashed: bool
+    ) -> list[InstanceModel]:
+        deployment, model = self.deployment, self.deployment.model_spec
+        known: dict[int, float] = {}
+
+        def balancedness(tokens_per_rank: float) -> float:
+            bucket = int(tokens_per_rank).bit_length()
+            if bucket not in known:
+                known[bucket] = calibration.balancedness(deployment, pool, tokens_per_rank)
+            return known[bucket]
+
+        one = InstanceModel(
+            pool=pool,
+            cost=calibration.pool_cost(deployment, pool),
+            kv_tokens=plan.kv_tokens,
+            # A prefill pool samples one token and drafts nothing.
+            acceptance=acceptance if pool.role != "prefill" else Acceptance(0, 1.0, Streams(0)),
+            replay_tokens=model.replay_tokens_per_hit,
+            balancedness=balancedness,
+            make_cache=BlockCache if hashed else SessionCache,
+            coalesce=self.options.coalesce,
+        )
+        return [one] * pool.instances
+
+    # -- requests ------------------------------------------------------------------------------------------------
+    def run(self) -> SimResult:
+        env, options = self.env, self.options
+        self._prime()
+        env.process(self._arrive())
+        warmup_ns = round(options.warmup_s * NS_PER_S)
+        if warmup_ns:
+            env.run(until=warmup_ns)
+            for instance in self._instances():
+                instance.start_measuring()
+        if options.drain:
+            env.run(until=self._all_done)
+        else:
+            env.run(until=max(env.now + 1, round(options.duration_s * NS_PER_S)))
+        for instance in self._instances():
+            instance.stop_measuring()
+        return self._result(warmup_ns)
+
+    def _prime(self) -> None:
+        """Prefixes that are in the cache before time 0, where the router would have put them."""
+        for session, tokens in self.source.primed():
+            seen = Request(-1, 0, tokens, 0, session=session)
+            instance, rank = self.entry.choose(seen)
+            instance.prime(rank, seen)
+        for instance in self.entry.instances:
+            instance.load[:] = 0
+            instance.load_tokens[:] = 0
+
+    def _arrive(self) -> Generator[simpy.Event, Any, None]:
+        for request in self.source.arrivals():
+            wait = request.arrival_ns + self.frontend_ns - self.env.now
+            if wait > 0:
+                yield self.env.timeout(wait)
+            self._submit(request)
+        self._no_more = True
+        self._check_done()
+
+    def _submit(self, request: Request) -> None:
+        self.submitted += 1
+        self.in_flight += 1
+        if request.input_tokens + request.output_tokens > self.limit_tokens:
+            self.rejected += 1
+            self._leave(request)
+            return
+        instance, rank = self.entry.choose(request)
+        instance.submit(Sequence(request, rank, self.env.now, request.input_tokens))
+
+    def _prefilled(self, seq: Sequence, instance: Instance) -> None:
+        assert self.transfers is not None
+        self.transfers.hand_over(seq, instance)
+
+    def _finished(self, seq: Sequence, instance: Instance) -> None:
+        if self.transfers is not None:
+            self.transfers.room_freed(instance, seq.rank)
+        r = seq.request
+        self.ended.append(
+            (
+                r.arrival_ns,
+                seq.first_token_ns,
+                self.env.now,
+                r.input_tokens,
+                r.output_tokens,
+                seq.cached_tokens,
+                seq.scheduled_ns,
+                r.id,
+            )
+        )
+        self._leave(r)
+
+    def _leave(self, request: Request) -> None:
+        self.in_flight -= 1
+        for following in self.source.finished(request, self.env.now):
+            self.in_flight += 1  # so that the run does not end before it comes
+            event = self.env.timeout(following.arrival_ns + self.frontend_ns - self.env.now, value=following)
+            assert event.callbacks is not None
+            event.callbacks.append(self._follow)
+        self._check_done()
+
+    def _follow(self, event: simpy.Event) -> None:
+        self.in_flight -= 1
+        self._submit(event.value)
+
+    def _check_done(self) -> None:
+        if self._no_more and self.in_flight == 0 and not self._all_done.triggered:
+            self._all_done.succeed()
+
+    # -- result --------------------------------------------------------------------------------------------------
+    def _instances(self) -> list[Instance]:
+        return [i for pool in self.pools for i in pool.instances]
+
+    def _result(self, warmup_ns: int) -> SimResult:
+        if not self.submitted:
+            raise InputError(f"--duration={self.options.duration_s:g}s: no request arrived; raise it or --rate")
+        columns = np.array(self.ended, dtype=np.int64).reshape(-1, 8).T
+        transfers = self.transfers
+        return SimResult(
+            deployment=self.deployment,
+            memory=self.memory,
+            arrival_ns=columns[0],
+            first_token_ns=columns[1],
+            finish_ns=columns[2],
+            input_tokens=columns[3],
+            output_tokens=columns[4],
+            cached_tokens=columns[5],
+            scheduled_ns=columns[6],
+            request_id=columns[7],
+            pools=self._pool_runs(),
+            submitted=self.submitted,
+            rejected=self.rejected,
+            unfinished=self.submitted - len(self.ended) - self.rejected,
+            measured_from_ns=warmup_ns,
+            measured_to_ns=int(self.env.now),
+            drained=self.options.drain,
+            transfers=transfers.count if transfers else 0,
+            transfer_wait_ns=transfers.wait_ns if transfers else 0,
+            transfer_ns=transfers.transfer_ns if transfers else 0,
+        )
+
+    def _pool_runs(self) -> list[PoolRun]:
+        runs = []
+        for pool in self.deployment.pools:
+            mine = [i for i in self._instances() if i.pool == pool]
+            gpu_ns = {c: sum(i.time.ns[c] for i in mine) for c in mine[0].time.ns}
+            idle = sum(gpu_ns[c] for c in ("idle", "transfer_wait", "kv_full"))
+            total = sum(gpu_ns.values())
+            runs.append(
+                PoolRun(
+                    pool=pool,
+                    gpu_ns=gpu_ns,
+                    busy_share=1 - idle / total if total else 0.0,
+                    token_gaps=[g for i in mine for g in i.token_gaps],
+                    most_admitted_in_a_step=max(i.most_admitted for i in mine),
+                    preemptions=sum(i.preemptions for i in mine),
+                )
+            )
+        return runs
+
+
+def _zip(deployment: Deployment, memory: list[MemoryPlan]) -> list[tuple[Pool, MemoryPlan]]:
+    return list(zip(deployment.pools, memory, strict=True))

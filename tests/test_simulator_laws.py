@@ -1,0 +1,213 @@
+"""Invariants of every run.
+
+1. Every arrival has one outcome. 2. GPU time by cause adds up to all GPU time. 3. Coalesced and step-by-step runs agree,
+request by request. 4. The same seed gives the same run. 5. Times are in order: arrival, scheduled, first token, end.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disaggregated, requests
+
+from rackplan.engine import parse_deployment, plan_memory
+from rackplan.simulator.metrics import gpu_time_share, metrics_of
+from rackplan.simulator.request import Load, Request
+from rackplan.simulator.simulate import RunOptions, simulate
+
+
+def run(deployment, reqs, calibration=None, *, primed=(), **options):
+    workload = GivenRequests(reqs, primed)
+    return simulate(deployment, workload, Load(), calibration or FakeCalibration(), RunOptions(**options))
+
+
+def with_kv_tokens(deployment, role, tokens):
+    """The deployment with `gpu_memory_utilization` set so that a rank of `role` holds about `tokens` of KV."""
+    pools = []
+    for pool in deployment.pools:
+        if pool.role == role:
+            spare = (
+                plan_memory(deployment, pool).kv_pool_gib * 2**30 - tokens * deployment.model_spec.kv_bytes_per_token
+            )
+            hbm = deployment.gpu_spec.hbm_gb * 1e9
+            pool = pool.model_copy(update={"gpu_memory_utilization": pool.gpu_memory_utilization - spare / hbm})
+        pools.append(pool)
+    return deployment.model_copy(update={"pools": tuple(pools)})
+
+
+@st.composite
+def streams_of_requests(draw):
+    n = draw(st.integers(1, 60))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    gap_ms = draw(st.sampled_from([0.0, 1.0, 20.0, 200.0]))
+    arrivals = np.cumsum(rng.exponential(gap_ms, n)) / 1e3
+    inputs, outputs = rng.integers(1, 4000, n), rng.integers(1, 200, n)
+    out = requests(arrivals, inputs, outputs)
+    for r in out:
+        if rng.random() < 0.4:
+            r.session = int(rng.integers(0, 6))
+            r.reuse_tokens = int(rng.integers(0, r.input_tokens + 1))
+    return out
+
+
+@st.composite
+def deployments(draw):
+    drafts = draw(st.sampled_from([0, 0, 3]))
+    model, gpu = ("deepseek-v4.1-flash", "gb300") if drafts else ("deepseek-v2-lite", "h200")
+    ranks = (4, 8) if drafts else (1, 2, 4)
+    common = {
+        "max_num_batched_tokens": draw(st.sampled_from([512, 2048, 8192])),
+        "max_num_seqs": draw(st.sampled_from([1, 4, 64])),
+        "async_scheduling": draw(st.booleans()),
+    }
+    top = {"model": model, "gpu": gpu, "speculation": {"draft_tokens": drafts}}
+    top["router"] = {
+        "policy": draw(st.sampled_from(["round_robin", "least_requests", "least_tokens", "prefix_affinity"]))
+    }
+    if draw(st.booleans()):
+        deployment = aggregated(**common, instances=draw(st.integers(1, 2)), dep=draw(st.sampled_from(ranks)))
+        deployment = parse_deployment({**deployment.to_dict(), **top})
+        role = "aggregated"
+    else:
+        cap = draw(st.sampled_from([None, 1, 4]))
+        deployment = disaggregated(
+            prefill={**common, "instances": 2, "dep": draw(st.sampled_from(ranks))},
+            decode={**common, "dep": draw(st.sampled_from(ranks)), "max_new_kv_loads_per_step": cap},
+            kv_transfer={"mode": draw(st.sampled_from(["push", "pull"]))},
+            **top,
+        )
+        role = "decode"
+    if draw(st.booleans()):  # so little KV that requests wait for it and are preempted
+        deployment = with_kv_tokens(deployment, role, draw(st.sampled_from([4500, 9000])))
+    return deployment
+
+
+@given(deployments(), streams_of_requests())
+def test_laws_hold_on_random_deployments(deployment, reqs):
+    calibration = FakeCalibration(LinearCost(host=0.8, sync=0.3, admission=0.2, floor=7.0), balance=0.8)
+    result = run(deployment, reqs, calibration)
+    # 1
+    assert result.submitted == len(reqs) == len(result.finish_ns) + result.rejected
+    assert result.unfinished == 0
+    assert len(set(result.request_id)) == len(result.request_id)
+    # 2
+    for pool in result.pools:
+        assert sum(pool.gpu_ns.values()) == pytest.approx(pool.pool.gpus * result.measured_to_ns, rel=1e-9)
+        assert min(pool.gpu_ns.values()) >= -1e-3
+    assert sum(gpu_time_share(result).values()) == pytest.approx(1.0)
+    # 3
+    single = run(deployment, reqs, calibration, coalesce=False)
+    for name in ("request_id", "first_token_ns", "finish_ns", "cached_tokens", "scheduled_ns"):
+        np.testing.assert_array_equal(getattr(result, name), getattr(single, name), err_msg=name)
+    # 4
+    assert metrics_of(result) == metrics_of(run(deployment, reqs, calibration))
+    # 5
+    if len(result.finish_ns):
+        assert (result.arrival_ns <= result.scheduled_ns).all()
+        assert (result.scheduled_ns < result.first_token_ns).all()
+        assert (result.first_token_ns <= result.finish_ns).all()
+        assert (result.cached_tokens < result.input_tokens).all()
+
+
+def test_preemption_happens_and_loses_no_request():
+    deployment = with_kv_tokens(aggregated(max_num_seqs=64), "aggregated", 6000)
+    result = run(deployment, requests(np.zeros(20), 500, 400))
+    assert result.pools[0].preemptions > 0
+    assert len(result.finish_ns) == 20
+
+
+def test_one_request_takes_its_steps_computed_by_hand():
+    # One prefill step of 1000 tokens, then 9 decode steps of 1 token at contexts 1001..1009; by LinearCost's formula.
+    result = run(aggregated(), requests([0.0], 1000, 10))
+    prefill_ms = 3.0 + 0.01 * 1000 + 0.5 + 1e-7 * 1000 * 500
+    decode_ms = sum(3.0 + 0.01 + 0.5 + 1e-3 + 1e-6 * c for c in range(1001, 1010))
+    assert result.first_token_ns[0] / 1e6 == pytest.approx(prefill_ms, abs=1e-5)
+    assert result.finish_ns[0] / 1e6 == pytest.approx(prefill_ms + decode_ms, abs=1e-4)
+
+
+def test_chunked_prefill_splits_a_prompt_by_the_token_budget():
+    result = run(aggregated(max_num_batched_tokens=400, max_num_seqs=8), requests([0.0], 1000, 1))
+    chunks = [(400, 0), (400, 400), (200, 800)]
+    expected_ms = sum(3.5 + 0.01 * new + 1e-7 * new * (done + new / 2) for new, done in chunks)
+    assert result.finish_ns[0] / 1e6 == pytest.approx(expected_ms, abs=1e-5)
+
+
+def test_async_scheduling_sees_an_arrival_one_step_later():
+    # The first request decodes in steps of about 3.5 ms; the second arrives in the middle of one.
+    reqs = requests([0.0, 0.050], [100, 100], [100, 1])
+    waits = {}
+    for mode in (True, False):
+        result = run(aggregated(async_scheduling=mode), reqs)
+        waits[mode] = (result.scheduled_ns - result.arrival_ns)[result.request_id == 1][0] / 1e6
+    assert 0 < waits[False] < 3.6
+    assert waits[True] - waits[False] == pytest.approx(3.51, abs=0.02)
+
+
+def test_an_idle_rank_costs_dummy_batches_that_count_as_imbalance():
+    one = run(aggregated(dep=1), requests([0.0], 100, 200))
+    two = run(aggregated(dep=2), requests([0.0], 100, 200))
+    assert gpu_time_share(two)["dp_imbalance"] == pytest.approx(0.5, abs=0.01)
+    assert gpu_time_share(one)["dp_imbalance"] == 0.0
+    assert two.finish_ns[0] >= one.finish_ns[0]
+
+
+def test_the_slowest_rank_sets_the_step_of_all():
+    # Round robin: rank 0 gets a long prompt, rank 1 a short one; they start together and first tokens come together.
+    deployment = aggregated(dep=2).model_copy(
+        update={"router": aggregated().router.model_copy(update={"policy": "round_robin"})}
+    )
+    result = run(deployment, requests([0.0, 0.0], [8000, 10], [2, 2]))
+    assert len(set(result.first_token_ns)) == 1
+
+
+def test_cap_on_new_kv_loads_spreads_an_admission_burst():
+    reqs = requests(np.zeros(32), 500, 50)
+    capped = disaggregated(decode={"dep": 1, "max_new_kv_loads_per_step": 4})
+    free = disaggregated(decode={"dep": 1})
+    calibration = FakeCalibration(LinearCost(fixed_ms=0.5, admission=2.0))
+    most = {n: run(d, reqs, calibration).pools[1].most_admitted_in_a_step for n, d in (("cap", capped), ("free", free))}
+    assert most["cap"] == 4
+    assert most["free"] > 4
+
+
+def test_pull_delays_decode_steps_and_push_does_not():
+    reqs = requests(np.arange(40) / 50, 3000, 100)
+    calibration = FakeCalibration()
+    calibration.transfer = dataclasses.replace(calibration.transfer, per_block_ms=0.5)
+    tpot = {
+        m: metrics_of(run(disaggregated(kv_transfer={"mode": m}), reqs, calibration))["tpot_ms"]["mean"]
+        for m in ("push", "pull")
+    }
+    assert tpot["pull"] > 1.2 * tpot["push"]
+
+
+def test_transfers_share_a_link():
+    # 40 prompts of 31104 B x 3000 tokens at 1 GB/s take 93 ms each on one receiving link: the last waits for them all.
+    calibration = FakeCalibration()
+    calibration.transfer = dataclasses.replace(calibration.transfer, gb_per_s=1.0, setup_ms=0.0, per_block_ms=0.0)
+    result = run(disaggregated(decode={"dep": 1}), requests(np.zeros(40), 3000, 2), calibration)
+    assert result.finish_ns.max() / 1e9 >= 40 * 3000 * 31104 / 1e9
+
+
+def test_a_full_decode_pool_holds_prompts_back_on_the_prefill_side():
+    deployment = with_kv_tokens(disaggregated(decode={"dep": 1}), "decode", 4000)
+    result = run(deployment, requests(np.zeros(12), 1500, 100))
+    assert len(result.finish_ns) == 12
+    roomy = run(disaggregated(decode={"dep": 1}), requests(np.zeros(12), 1500, 100))
+    assert result.transfer_wait_ns > 10 * max(1, roomy.transfer_wait_ns)
+
+
+def test_a_session_hits_what_its_last_turn_left():
+    first = Request(0, 0, 1000, 50, session=7)
+    second = Request(1, 2_000_000_000, 1200, 10, session=7, reuse_tokens=1050)
+    result = run(aggregated(), [first, second])
+    assert result.cached_tokens.tolist() == [0, 1050 // 16 * 16]
+    pd = run(disaggregated(router={"policy": "prefix_affinity"}), [first, second])
+    assert pd.cached_tokens.tolist() == [0, 1000 // 16 * 16]  # the prefill side has the prompt, not the output
+
+
+def test_requests_that_can_never_fit_are_rejected():
+    result = run(with_kv_tokens(aggregated(), "aggregated", 3000), requests([0.0, 0.0], [2000, 5000], 10))
+    assert (len(result.finish_ns), result.rejected) == (1, 1)
