@@ -1,0 +1,63 @@
+"""`rackplan calibration`: what the predictions stand on, and how far off they are."""
+
+from typing import Any
+
+import typer
+
+from rackplan.cli import options, output, params
+
+calibration_app = typer.Typer(
+    help="The measurements behind the predictions, and how far off they are.", **params.TYPER_SETTINGS
+)
+
+
+@calibration_app.command("list")
+def list_all(json: params.Json = False) -> None:
+    """The calibrations that ship with rackplan."""
+    from rackplan.calibration import list_calibrations
+
+    _print(list_calibrations(), json, "show_calibrations")
+
+
+@calibration_app.command()
+def show(name: params.CalibrationName, json: params.Json = False) -> None:
+    """One calibration: its fitted terms, what they were fitted on, and the range."""
+    from rackplan import calibration
+
+    _print(calibration.show(name), json, "show_calibration")
+
+
+@calibration_app.command()
+def validate(name: params.CalibrationName, json: params.Json = False) -> None:
+    """Measured against predicted, row by row; `check` rows took no part in the fit."""
+    from rackplan import calibration
+
+    _print(calibration.validate(name), json, "show_validation")
+
+
+@calibration_app.command()
+def predict(
+    name: params.CalibrationName,
+    pool: params.StepPool,
+    dep: params.Dep,
+    batch: params.Batch = 1,
+    context: params.Context = 0,
+    drafts: params.Drafts = 0,
+    new: params.New = 0,
+    json: params.Json = False,
+) -> None:
+    """One step's time by term, and whether it is inside the measured range."""
+    options.one_of("--pool", pool, ("prefill", "decode"))
+    from rackplan import calibration
+
+    step = calibration.predict(name, pool=pool, dep=dep, batch=batch, context=context, drafts=drafts, new=new)
+    _print(step, json, "show_step")
+
+
+def _print(result: Any, as_json: bool, show: str) -> None:
+    if as_json:
+        output.print_json(result)
+    else:
+        from rackplan.cli import screen
+
+        getattr(screen, show)(result, screen.stdout_console())

@@ -1,0 +1,206 @@
+"""The commands: each parses, calls one function, renders. Results on stdout, progress and errors on stderr.
+
+Exit codes: 0 done, 2 bad input, 3 no plan or no memory meets this, 130 interrupted. What is slow to import is imported
+inside the commands, so that `--help` answers at once.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from rackplan.cli import options, output, params
+from rackplan.cli.calibration import calibration_app
+from rackplan.engine import GPUS, MODELS, InfeasibleError, InputError, load_deployment
+
+BAD_INPUT, INFEASIBLE, INTERRUPTED = 2, 3, 130
+
+# What click calls UsageError: every mistake in the use of a command. Typer exports only its subclass.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(help="Plan vLLM deployments with a calibrated simulator; no GPU needed.", **params.TYPER_SETTINGS)
+plan_app = typer.Typer(**params.TYPER_SETTINGS)
+app.add_typer(calibration_app, name="calibration")
+
+# Defaults of times are in the notation of the command line, because --help shows them as they stand here.
+
+
+@app.command()
+@plan_app.command()
+def plan(
+    target_tps: params.TargetTps,
+    count: params.Count = "total",
+    per: params.Per = "gpu",
+    model: params.Model = "deepseek-v4.1-flash",
+    gpu: params.Gpu = "gb300",
+    gpus: params.Gpus = 72,
+    workload: params.Workload = "agentx",
+    p90_interactivity: params.P90Interactivity = 150.0,
+    p90_ttft: params.P90Ttft = "10s",  # type: ignore[assignment]
+    seed: params.Seed = 0,
+    trials: params.Trials = 60,
+    calibration: params.Calibration = None,
+    out: params.Out = Path("out"),
+    json: params.Json = False,
+) -> None:
+    """Find the deployment that meets a throughput target and the SLOs, and how sure that is."""
+    options.one_of("--count", count, ("total", "output"))
+    options.one_of("--per", per, ("gpu", "deployment"))
+    options.one_of("--model", model, MODELS)
+    options.one_of("--gpu", gpu, GPUS)
+    from rackplan.cli import report, screen
+    from rackplan.tuner.plan import PlanRequest, make_plan
+
+    request = PlanRequest(
+        model=model,
+        gpu=gpu,
+        gpus=gpus,
+        target_tps=target_tps,
+        count=count,
+        per=per,
+        workload=workload,
+        p90_interactivity_tok_s_user=p90_interactivity,
+        p90_ttft_ms=p90_ttft * 1000,
+        seed=seed,
+        trials=trials,
+        calibration=calibration,
+    )
+    with output.progress_on_stderr() as progress:
+        found = make_plan(request, progress)
+    files = report.write_outputs(found, out)
+    if json:
+        output.print_json(found)
+    else:
+        screen.show_plan(found, screen.stdout_console(), files)
+    if not found["feasible"]:
+        raise typer.Exit(INFEASIBLE)
+
+
+@app.command()
+def simulate(
+    deployment: params.DeploymentFile,
+    workload: params.Workload = "agentx",
+    concurrency: params.Concurrency = None,
+    rate: params.Rate = None,
+    cv: params.Cv = None,
+    duration: params.Duration = "600s",  # type: ignore[assignment]
+    calibration: params.Calibration = None,
+    replications: params.Replications = 3,
+    seed: params.Seed = 0,
+    json: params.Json = False,
+) -> None:
+    """Predict what a given deployment does under a given load."""
+    _one_load(concurrency, rate)
+    if cv is not None and rate is None:
+        raise InputError(f"--cv {cv:g}: has no effect without --rate; add --rate or leave it out")
+    given = load_deployment(deployment)
+    from rackplan.cli import screen
+    from rackplan.tuner.evaluate import simulate_document
+
+    document = simulate_document(
+        given,
+        workload=workload,
+        concurrency=concurrency,
+        rate=rate,
+        cv=1.0 if cv is None else cv,
+        duration_s=duration,
+        calibration=calibration,
+        replications=replications,
+        seed=seed,
+    )
+    if json:
+        output.print_json(document)
+    else:
+        screen.show_simulation(document, screen.stdout_console())
+
+
+@app.command()
+def whatif(
+    plan: params.PlanFile,
+    changes: params.Changes,
+    workload: params.WhatifWorkload = None,
+    concurrency: params.Concurrency = None,
+    rate: params.Rate = None,
+    duration: params.Duration = "600s",  # type: ignore[assignment]
+    calibration: params.Calibration = None,
+    replications: params.Replications = 3,
+    seed: params.Seed = 0,
+    json: params.Json = False,
+) -> None:
+    """Compare a plan with changes to it on the same arrivals: what moves, and why."""
+    _one_load(concurrency, rate)
+    pairs = [options.parse_set(text) for text in changes]
+    base = options.load_base(plan)
+    from rackplan.cli import screen
+    from rackplan.tuner.whatif import compare
+
+    own_load = concurrency is not None or rate is not None
+    document = compare(
+        base.deployment,
+        pairs,
+        workload=workload or base.workload or "agentx",
+        concurrency=concurrency if own_load else base.concurrency,
+        rate=rate if own_load else base.rate_req_s,
+        duration_s=duration,
+        calibration=calibration or base.calibration,
+        replications=replications,
+        seed=seed,
+    )
+    if json:
+        output.print_json(document)
+    else:
+        screen.show_whatif(document, screen.stdout_console())
+
+
+def _one_load(concurrency: int | None, rate: float | None) -> None:
+    if concurrency is not None and rate is not None:
+        raise InputError(f"--rate {rate:g}: cannot go with --concurrency {concurrency}; give one of the two")
+
+
+def execute(commands: typer.Typer, prog: str, args: Sequence[str]) -> int:
+    """Run a command line and return its exit code; every error is one line on stderr."""
+    output.degrade_to_encoding()
+    try:
+        code = commands(args=list(args), prog_name=prog, standalone_mode=False)
+        sys.stdout.flush()
+    except _UsageError as e:
+        return _fail(f"{e.format_message()}; see {_help_of(e, prog)}", BAD_INPUT)  # type: ignore[attr-defined]
+    except InputError as e:
+        return _fail(str(e), BAD_INPUT)
+    except InfeasibleError as e:
+        return _fail(str(e), INFEASIBLE)
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read stdout has gone (`| head`): nothing is left to say, and Python must not say so at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as e:
+        if os.environ.get("RACKPLAN_DEBUG"):
+            raise
+        return _fail(f"internal error: {type(e).__name__}: {e}; RACKPLAN_DEBUG=1 shows where, please report it", 1)
+    if code == INTERRUPTED:
+        return _fail("interrupted", INTERRUPTED)
+    return code if isinstance(code, int) else 0
+
+
+def _help_of(error: Exception, prog: str) -> str:
+    context = getattr(error, "ctx", None)
+    return f"`{context.command_path if context else prog} --help`"
+
+
+def _fail(message: str, code: int) -> int:
+    print("error: " + " ".join(message.split()).replace(".;", ";"), file=sys.stderr)
+    return code
+
+
+def run() -> None:
+    """The `rackplan` command."""
+    sys.exit(execute(app, "rackplan", sys.argv[1:]))
+
+
+def run_plan() -> None:
+    """The `plan` command: the same as `rackplan plan`."""
+    sys.exit(execute(plan_app, "plan", sys.argv[1:]))

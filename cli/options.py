@@ -1,0 +1,116 @@
+"""What is typed on the command line, turned into values with units; pure, and InputError says how to mend it.
+
+A parser takes text; it also takes its own result's type, because Typer hands an option's default through it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rackplan.engine import Deployment, InputError, load_deployment, parse_deployment
+
+_TPS_FACTOR = {"": 1.0, "k": 1e3, "m": 1e6}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What a what-if starts from. A plan file states all of it, a deployment's YAML only the deployment."""
+
+    deployment: Deployment
+    workload: str | None = None
+    concurrency: int | None = None
+    rate_req_s: float | None = None
+    calibration: str | None = None
+
+
+def parse_tps(text: str | float, option: str = "--target-tps") -> float:
+    """Tokens per second from 954000, 900k or 1.2M. Raises InputError unless it is a number above 0."""
+    match = re.fullmatch(_NUMBER + r"([kKmM]?)", str(text).strip())
+    value = float(match[1]) * _TPS_FACTOR[match[2].lower()] if match else 0.0
+    if value <= 0:
+        raise InputError(f"{option} {text}: not a rate in tok/s; write 900k, 1.2M or 954000")
+    return value
+
+
+def parse_duration(text: str, option: str = "--duration") -> float:
+    """Seconds from 500ms, 10s, 2m or 1h. A bare number is refused: traces disagree on whether it means s or ms."""
+    match = re.fullmatch(_NUMBER + r"(ms|s|m|h)", text.strip())
+    value = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if value <= 0:
+        raise InputError(f"{option} {text}: not a time above 0 with its unit; write 10s, 500ms or 2m")
+    return value
+
+
+def parse_set(text: str) -> tuple[str, str]:
+    """A (dotted key, value) pair from decode.dep=16; the value stays text until the deployment types it."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not value or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise InputError(f"--set {text}: not KEY=VALUE; write decode.dep=16 or eplb.enabled=false")
+    return key, value
+
+
+def parse_int(option: str, least: int = 0) -> Callable[[str | int], int]:
+    """A parser of whole numbers of at least `least` that names `option` when it refuses."""
+
+    def parse(text: str | int) -> int:
+        if not re.fullmatch(r"\d{1,12}", str(text).strip()) or int(text) < least:
+            raise InputError(f"{option} {text}: not a whole number; write {least} or more")
+        return int(text)
+
+    return parse
+
+
+def parse_above_zero(option: str, example: str) -> Callable[[str | float], float]:
+    """A parser of decimal numbers above 0 that names `option` and gives `example` when it refuses."""
+
+    def parse(text: str | float) -> float:
+        value = float(text) if re.fullmatch(_NUMBER, str(text).strip()) else 0.0
+        if value <= 0:
+            raise InputError(f"{option} {text}: not a number above 0; write {example}")
+        return value
+
+    return parse
+
+
+def one_of(option: str, text: str, allowed: Iterable[str]) -> str:
+    """`text` where it is allowed; else InputError with what is."""
+    names = list(allowed)
+    if text not in names:
+        raise InputError(f"{option} {text}: unknown; one of {', '.join(names)}")
+    return text
+
+
+def load_base(path: Path) -> Base:
+    """The base of a what-if from plan.json or from a deployment's YAML. Raises InputError that names the file."""
+    if path.suffix != ".json":
+        return Base(deployment=load_deployment(path))
+    plan = _read_json(path)
+    if "pools" in plan:
+        return Base(deployment=parse_deployment(plan, str(path)))
+    if not plan.get("deployment"):
+        raise InputError(f"{path}: holds no deployment; give the plan.json that `rackplan plan` wrote, or a YAML")
+    load, inputs, provenance = (plan.get(key) or {} for key in ("load", "inputs", "provenance"))
+    return Base(
+        deployment=parse_deployment(plan["deployment"], f"{path}: deployment"),
+        workload=inputs.get("workload"),
+        concurrency=load.get("concurrency"),
+        rate_req_s=load.get("rate_req_s"),
+        calibration=provenance.get("calibration"),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read ({e.strerror}); give a plan.json or a deployment's YAML") from None
+    except ValueError as e:
+        raise InputError(f"{path}: not valid JSON ({e}); give a plan.json or a deployment's YAML") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: holds a {type(data).__name__}, not a plan; give a plan.json or a deployment's YAML")
+    return data

@@ -1,0 +1,79 @@
+"""The options of the commands: names, notation, help. Those that several commands share are stated once."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rackplan.cli import options
+from rackplan.engine import GPUS, MODELS
+
+
+def _whole(name: str, least: int, metavar: str, about: str) -> Any:
+    return typer.Option(name, parser=options.parse_int(name, least), metavar=metavar, help=about)
+
+
+def _above_zero(name: str, example: str, metavar: str, about: str) -> Any:
+    return typer.Option(name, parser=options.parse_above_zero(name, example), metavar=metavar, help=about)
+
+
+def _time(name: str, about: str) -> Any:
+    return typer.Option(name, parser=lambda text: options.parse_duration(text, name), metavar="TIME", help=about)
+
+
+TargetTps = Annotated[
+    float, typer.Option("--target-tps", parser=options.parse_tps, metavar="TPS", help="900k, 1.2M or 954000 tok/s.")
+]
+Count = Annotated[
+    str, typer.Option("--count", metavar="total|output", help="What counts; total = cached + new input + output.")
+]
+Per = Annotated[str, typer.Option("--per", metavar="gpu|deployment", help="What --target-tps is over.")]
+Model = Annotated[str, typer.Option("--model", metavar="MODEL", help="|".join(MODELS))]
+Gpu = Annotated[str, typer.Option("--gpu", metavar="GPU", help="|".join(GPUS))]
+Gpus = Annotated[int, _whole("--gpus", 1, "N", "At most this many GPUs.")]
+P90Interactivity = Annotated[
+    float, _above_zero("--p90-interactivity", "150", "TOK_S_USER", "SLO: what 90 % of requests reach, 1000 / TPOT ms.")
+]
+P90Ttft = Annotated[float, _time("--p90-ttft", "SLO: time to first token of 90 % of requests.")]
+Trials = Annotated[int, _whole("--trials", 1, "N", "Configurations to simulate in the search.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where plan.json, deployment.yaml and report.html go.")]
+
+DeploymentFile = Annotated[Path, typer.Argument(metavar="DEPLOYMENT.yaml", help="The deployment.")]
+Cv = Annotated[
+    float | None, _above_zero("--cv", "3", "CV", "Burstiness of --rate arrivals: 1 is Poisson (the default), 3 bursty.")
+]
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or a deployment's YAML.")]
+Changes = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="As in decode.dep=16; repeatable.")]
+WhatifWorkload = Annotated[
+    str | None, typer.Option("--workload", metavar="WORKLOAD", help="Default: the plan's; agentx for a YAML.")
+]
+
+Workload = Annotated[
+    str, typer.Option("--workload", metavar="WORKLOAD", help="agentx, fixed:ISL/OSL, or a trace FILE.")
+]
+Concurrency = Annotated[
+    int | None, _whole("--concurrency", 1, "N", "Closed loop: requests (or agentic sessions) in flight.")
+]
+Rate = Annotated[float | None, _above_zero("--rate", "12.5", "REQ_S", "Open loop: requests per second.")]
+Duration = Annotated[float, _time("--duration", "Simulated time.")]
+Calibration = Annotated[
+    str | None, typer.Option("--calibration", metavar="NAME", help="Default: the one of this model and GPU.")
+]
+Replications = Annotated[int, _whole("--replications", 1, "N", "Independent runs behind the 95 % intervals.")]
+Seed = Annotated[int, _whole("--seed", 0, "N", "The same seed gives the same answer to the byte.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
+
+CalibrationName = Annotated[str, typer.Argument(metavar="NAME", help="As `rackplan calibration list` prints it.")]
+StepPool = Annotated[str, typer.Option("--pool", metavar="prefill|decode", help="Which pool's step.")]
+Dep = Annotated[int, _whole("--dep", 1, "N", "Data-parallel ranks of the instance.")]
+Batch = Annotated[int, _whole("--batch", 1, "N", "Requests per rank.")]
+Context = Annotated[int, _whole("--context", 0, "N", "Tokens in the KV cache of each request.")]
+Drafts = Annotated[int, _whole("--drafts", 0, "K", "Draft tokens per request.")]
+New = Annotated[int, _whole("--new", 0, "N", "New prompt tokens of each request.")]
+
+TYPER_SETTINGS: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,
+}

@@ -1,0 +1,94 @@
+"""The generator of agentic sessions against the published statistics of the AgentX corpus."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rackplan.simulator.agentx import generate_trees, published, session_statistics
+from rackplan.simulator.request import Load
+from rackplan.simulator.sessions import SessionTree
+from rackplan.simulator.streams import Streams
+from rackplan.simulator.workloads import parse_workload
+
+COMPARED = (
+    "main_isl", "sub_isl", "all_isl_p50", "main_osl", "all_osl_p50", "new_prefill_per_turn", "turns_main", "gap_s",
+    "sessions_with_subagents", "subagent_groups_per_session_p50", "inner_reqs_p50", "hit_prev_in_stream",
+    "hit_infinite",
+)  # fmt: skip
+
+
+def values(stats: dict[str, Any]) -> dict[str, float]:
+    """The compared statistics, totals as means."""
+    out = {
+        "requests_per_session": stats["requests"] / stats["sessions"],
+        "groups_per_session": stats["subagent_groups"] / stats["sessions"],
+        "main_share": stats["main_requests"] / stats["requests"],
+        "input_per_request": stats["input_tokens"] / stats["requests"],
+        "output_per_request": stats["output_tokens"] / stats["requests"],
+    }
+    for key in COMPARED:
+        part = stats[key]
+        out |= {f"{key}.{q}": v for q, v in part.items()} if isinstance(part, dict) else {key: part}
+    return out
+
+
+@pytest.fixture(scope="module")
+def trees() -> list[SessionTree]:
+    return generate_trees(np.random.default_rng(1), 2000)
+
+
+def test_generated_sessions_match_the_published_statistics_within_10_percent(trees: list[SessionTree]) -> None:
+    assert values(session_statistics(trees)) == pytest.approx(values(published()), rel=0.10)
+
+
+def test_another_seed_matches_within_12_percent() -> None:
+    other = generate_trees(np.random.default_rng(77), 2000)
+    assert values(session_statistics(other)) == pytest.approx(values(published()), rel=0.12)
+
+
+def test_corpus_that_is_replayed_matches_too() -> None:
+    stats, want = parse_workload("agentx").stats(), published()
+    assert stats.mean_input_tokens == pytest.approx(want["input_tokens"] / want["requests"], rel=0.10)
+    assert stats.mean_output_tokens == pytest.approx(want["output_tokens"] / want["requests"], rel=0.10)
+    assert stats.requests_per_session == pytest.approx(want["requests"] / want["sessions"], rel=0.10)
+    # What an infinite cache misses is a small difference of large numbers.
+    assert stats.mean_new_tokens == pytest.approx((1 - want["hit_infinite"]) * stats.mean_input_tokens, rel=0.15)
+    assert stats.max_total_tokens <= 1_048_576
+
+
+def test_contexts_grow_from_what_the_previous_turn_held(trees: list[SessionTree]) -> None:
+    for tree in trees[:300]:
+        for stream in tree.streams:
+            turns = stream.turns
+            assert all(0 <= t.reuse_tokens <= t.input_tokens for t in turns)
+            assert all(t.output_tokens >= 1 and t.delay_s >= 0 for t in turns)
+            # Rounding to whole tokens may add one.
+            assert all(b.reuse_tokens <= a.input_tokens + 1 for a, b in zip(turns, turns[1:], strict=False))
+
+
+def test_every_stream_is_spawned_by_a_turn_of_one_before_it(trees: list[SessionTree]) -> None:
+    for tree in trees:
+        assert tree.streams[0].spawned_by is None
+        for index, stream in enumerate(tree.streams[1:], 1):
+            assert stream.spawned_by is not None
+            parent, turn = stream.spawned_by
+            assert parent < index
+            assert turn < len(tree.streams[parent].turns)
+
+
+def test_same_seed_same_sessions() -> None:
+    one, two = (generate_trees(np.random.default_rng(3), 40) for _ in range(2))
+    assert one == two
+
+
+def test_4800_lanes_start_in_two_seconds_out_of_step() -> None:
+    began = time.process_time()
+    source = parse_workload("agentx").source(Load(concurrency=4800), 600, Streams(123))
+    first = list(source.arrivals())
+    assert time.process_time() - began < 2
+    times_ns = [r.arrival_ns for r in first]
+    assert times_ns == sorted(times_ns)
+    assert len(first) >= 4800 * 0.9
+    assert len(set(times_ns)) > len(first) * 0.9

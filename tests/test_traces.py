@@ -1,0 +1,217 @@
+"""Readers of recorded workloads: what they make of good files, and what they say of bad ones."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rackplan.engine import InputError
+from rackplan.simulator.arrivals import TraceWorkload
+from rackplan.simulator.request import NS_PER_S, Load, Request
+from rackplan.simulator.sessions import SessionWorkload
+from rackplan.simulator.streams import Streams
+from rackplan.simulator.traces import read_trace
+from rackplan.simulator.workloads import parse_workload
+
+WORKLOADS = Path(os.environ.get("RACKPLAN_WORKLOADS") or Path(__file__).parents[1] / ".." / "shared" / "workloads")
+
+MOONCAKE = '{"timestamp": %s, "input_length": 1000, "output_length": 50, "hash_ids": [1, %d]}\n'
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
+AGENTIC = "trace,stream,turn,t,in_tok,out_tok,lcp_blk,prev_lcp_blk,api_time,think_time\n"
+BENCH = {
+    "start_times": [10.0, 12.0, 11.0],
+    "input_lens": [100, 200, 300],
+    "output_lens": [5, 6, 7],
+    "errors": ["", "", ""],
+    "cached_lens": [0, 64, 64],
+}
+
+
+def recorded(name: str) -> Path:
+    path = WORKLOADS / name
+    if not path.is_file():
+        pytest.skip(f"{name} is not here; set RACKPLAN_WORKLOADS to the folder that has it")
+    return path
+
+
+def write(folder: Path, text: str, name: str = "trace") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def trace_of(path: Path) -> TraceWorkload:
+    workload = read_trace(path)
+    assert isinstance(workload, TraceWorkload)
+    return workload
+
+
+def sessions_of(path: Path) -> SessionWorkload:
+    workload = read_trace(path)
+    assert isinstance(workload, SessionWorkload)
+    return workload
+
+
+def replay(workload: TraceWorkload, load: Load = Load(), duration_s: float = 1e6) -> list[Request]:  # noqa: B008
+    return list(workload.source(load, duration_s, Streams(0)).arrivals())
+
+
+@pytest.mark.parametrize(
+    ("stamps", "seconds"),
+    [
+        ([0, 300, 900], 0.9),  # ms
+        ([0, 0, 1], 1.0),  # whole seconds: ms would be 2,000 requests/s
+        ([0.25, 0.5, 1.75], 1.5),  # seconds with fractions
+        ([0.5, 300.25, 900.5], 0.9),  # ms with fractions
+    ],
+)
+def test_mooncake_unit_of_time_is_told_from_its_stamps(tmp_path: Path, stamps: list[float], seconds: float) -> None:
+    workload = trace_of(write(tmp_path, "".join(MOONCAKE % (s, i) for i, s in enumerate(stamps))))
+    requests = replay(workload)
+    assert requests[-1].arrival_ns == pytest.approx(seconds * NS_PER_S)
+    assert [r.hash_ids for r in requests] == [(1, 0), (1, 1), (1, 2)]
+    assert bool(workload.notes) == (seconds >= 1)
+
+
+def test_infinite_cache_hits_of_hashed_blocks_are_counted(tmp_path: Path) -> None:
+    stats = trace_of(write(tmp_path, MOONCAKE % (0, 2) + MOONCAKE % (900, 3) + MOONCAKE % (1800, 2))).stats()
+    assert stats.mean_new_tokens == pytest.approx((1000 + (1000 - 512) + 0) / 3)
+
+
+def test_rows_out_of_order_are_sorted_and_failed_ones_skipped(tmp_path: Path) -> None:
+    workload = trace_of(write(tmp_path, json.dumps(BENCH | {"errors": ["", "timeout", ""]})))
+    requests = replay(workload)
+    assert [(r.arrival_ns, r.input_tokens, r.cached_tokens) for r in requests] == [(0, 100, 0), (NS_PER_S, 300, 64)]
+    assert workload.notes == ("1 failed requests skipped",)
+
+
+def test_a_rate_stretches_time_and_a_concurrency_keeps_the_order(tmp_path: Path) -> None:
+    workload = trace_of(write(tmp_path, json.dumps(BENCH, indent=1)))
+    assert [r.arrival_ns for r in replay(workload, Load(rate_req_s=0.5))] == [0, 2 * NS_PER_S, 4 * NS_PER_S]
+    assert [r.input_tokens for r in replay(workload, Load(rate_req_s=0.5), 3)] == [100, 300]
+    source = workload.source(Load(concurrency=1), 100, Streams(0))
+    (first,) = source.arrivals()
+    (second,) = source.finished(first, NS_PER_S)
+    (third,) = source.finished(second, 2 * NS_PER_S)
+    assert [first.input_tokens, second.input_tokens, third.input_tokens] == [100, 300, 200]
+    assert source.finished(third, 3 * NS_PER_S) == []
+
+
+@pytest.mark.parametrize("load", [Load(cv=3), Load(rate_req_s=5, cv=3)])
+def test_burstiness_of_a_recorded_trace_is_not_settable(tmp_path: Path, load: Load) -> None:
+    with pytest.raises(InputError, match="no effect"):
+        trace_of(write(tmp_path, json.dumps(BENCH))).source(load, 10, Streams(0))
+
+
+def test_format_is_told_by_content_not_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(gzip.compress(AZURE.encode()))
+    assert trace_of(path).rows[0].input_tokens == 4808
+
+
+ROW = '{"timestamp": 0, "input_length": 10, "output_length": 5}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "empty"),
+        ("\n \n", "empty"),
+        ("hello\nworld\n", "unknown format"),
+        ('{"a": 1}', "unknown format"),
+        ("[1, 2]", "unknown format"),
+        ('{"start_times": [1.0', ":1: truncated or not JSON"),
+        (ROW + ROW[:-9], ":2: truncated or not JSON"),
+        (ROW + "7\n", ":2: '7' is not an object"),
+        (ROW + '{"timestamp": 5, "input_length": 10}\n', ":2: output_length is missing"),
+        (ROW + ROW.replace("10", "-10"), ":2: input_length=-10 must be at least 1"),
+        (ROW + ROW.replace("10", "NaN"), ":2: input_length='nan' is not a number"),
+        (ROW + ROW.replace("10", '"ten"'), ":2: input_length='ten' is not a number"),
+        (ROW + ROW.replace("10", "1.5"), ":2: input_length=1.5 is not a whole"),
+        (ROW + ROW.replace("5}", "0}"), ":2: output_length=0 must be at least 1"),
+        (ROW.replace("5}", '5, "hash_ids": [1, 2]}'), ":1: 2 hash_ids"),
+        (ROW.replace("5}", '5, "hash_ids": ["a"]}'), ":1: hash_ids="),
+        (AZURE.replace("ContextTokens", "Context"), "column ContextTokens is missing"),
+        (AZURE.replace("2023-11-16", "yesterday"), ":2: TIMESTAMP="),
+        (AZURE + "2023-11-16 18:17:04,12\n", ":3: GeneratedTokens is missing"),
+        (AZURE + "2023-11-16 18:17:04,12,0\n", ":3: GeneratedTokens=0"),
+        (AZURE.splitlines()[0], "no request"),
+        (AGENTIC.replace("t,in_tok,", "t,"), "column in_tok is missing"),
+        (AGENTIC + "a,main,0,0,100,5,0,2,1,0\n", ":2: prev_lcp_blk or lcp_blk shares 128"),
+        (AGENTIC + "a,main,0,soon,100,5,0,0,1,0\n", ":2: t='soon'"),
+        (AGENTIC, "no request"),
+        (json.dumps({k: v for k, v in BENCH.items() if k != "start_times"}), "start_times is missing; run"),
+        (json.dumps(BENCH | {"output_lens": [1]}), "output_lens is not a list as long"),
+        (json.dumps(BENCH | {"output_lens": [1, 2, 0]}), ":2: output_lens=0"),
+        (json.dumps(BENCH | {"cached_lens": [0, 0, 400]}), ":2: cached_lens=400 exceeds"),
+        (json.dumps(BENCH | {"errors": ["x", "x", "x"]}), "no request"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line_with_file_row_and_value(tmp_path: Path, text: str, says: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(InputError) as refused:
+        parse_workload(str(path))
+    message = str(refused.value)
+    assert message.startswith(str(path))
+    assert says in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [gzip.compress(AZURE.encode() * 50)[:-20], b"\x1f\x8bxx", b"TIMESTAMP\xff,\x80\n"],
+    ids=["cut", "bad", "bin"],
+)
+def test_damaged_bytes_are_refused_in_one_line(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "trace.gz"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match="truncated or damaged gzip|not text"):
+        read_trace(path)
+
+
+def test_agentic_rows_become_trees(tmp_path: Path) -> None:
+    rows = [
+        "a,main,0,0,1000,50,0,0,10,0",
+        "a,main,1,100,2000,60,15,15,20,88",  # 100 - 10 s after the end of the turn before
+        "a,main,2,130,2100,0,31,31,,1",  # failed: left out
+        "a,main,3,140,2200,70,20,20,5,9",  # shares 20 blocks with the one left out, so 20 with turn 1 too
+        "a,sub:1,0,30,700,20,4,0,5,0",  # starts 20 s after turn 0 and ends before turn 1: joined
+        "a,sub:1,1,40,900,20,10,10,5,4",
+        "b,main,0,0,500,5,0,0,1,0",
+    ]
+    workload = sessions_of(write(tmp_path, AGENTIC + "\n".join(rows)))
+    tree, other = workload.corpus(0)
+    main, sub = tree.streams
+    assert [t[2:] for t in main.turns] == [(0, 0.0), (960, 90.0), (1280, 20.0)]
+    assert [t[2:] for t in sub.turns] == [(256, 20.0), (640, 5.0)]
+    assert (sub.spawned_by, sub.joined) == ((0, 0), True)
+    assert other.requests == 1
+    assert workload.notes == ("1 requests without output skipped",)
+
+
+def test_recorded_agentic_sessions_hit_what_the_file_says() -> None:
+    """Source of the figure: agentic_requests.csv, sum of prev_lcp_blk x 64 over sum of in_tok."""
+    workload = sessions_of(recorded("agentic_requests.csv.gz"))
+    trees = workload.corpus(0)
+    assert len(trees) == 710
+    assert sum(t.requests for t in trees) == 49334 - 27
+    streams = [s for t in trees for s in t.streams]
+    reuse = sum(turn.reuse_tokens for s in streams for turn in s.turns[1:])
+    inputs = sum(turn.input_tokens for s in streams for turn in s.turns)
+    assert reuse / inputs == pytest.approx(0.96255, abs=5e-4)
+    # An infinite cache never misses what a turn says its predecessor holds.
+    assert all(b.reuse_tokens <= a.input_tokens for s in streams for a, b in zip(s.turns, s.turns[1:], strict=False))
+
+
+def test_recorded_mooncake_and_azure_traces_are_read_whole() -> None:
+    mooncake = trace_of(recorded("mooncake_conversation.jsonl.gz"))
+    assert (len(mooncake.rows), mooncake.notes) == (12031, ())
+    assert replay(mooncake)[-1].arrival_ns == 3_536_999 * 1_000_000
+    azure = trace_of(recorded("azure2023_code.csv.gz"))
+    assert len(azure.rows) == 8819
+    times_s = np.array([r.arrival_ns for r in replay(azure, Load(rate_req_s=10))]) / NS_PER_S
+    assert (len(times_s) - 1) / times_s[-1] == pytest.approx(10)
+    assert (np.diff(times_s) >= 0).all()
