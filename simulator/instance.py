@@ -370,7 +370,7 @@ class Instance:
 
     def _leave(self, seq: Sequence) -> None:
         self.load[seq.rank] -= 1
-        self.load_tokens[seq.rank] -= seq.request.input_tokens + seq.request.output_tokens
+        self.load_tokens[seq.rank] -= seq.load_tokens
 
     def _store(self, seq: Sequence, tokens: int) -> None:
         if self.pool.enable_prefix_caching:

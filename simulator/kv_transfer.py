@@ -28,30 +28,40 @@ class KvTransfers:
     ) -> None:
         self.env, self.cost, self.model, self.mode, self.decode = env, cost, model, mode, decode
         self._free_at: dict[Link, int] = {}
-        self._waiting: dict[Link, deque[tuple[Sequence, Instance]]] = {}
+        self._waiting: dict[Link, deque[tuple[Sequence, Instance, Sequence]]] = {}
         self.count = 0
         self.wait_ns = 0
         self.transfer_ns = 0
 
     def hand_over(self, seq: Sequence, source: Instance) -> None:
         """`seq` is prefilled on `source`: choose its decode rank and start, or wait for room there."""
-        instance, rank = self.decode.choose(seq.request)
-        link = (instance, rank)
-        queue = self._waiting.setdefault(link, deque())
+        instance, rank, load_tokens = self.decode.choose(seq.request)
+        target = Sequence(
+            seq.request,
+            rank,
+            -1,
+            seq.prompt_tokens,
+            load_tokens,
+            cached_tokens=seq.cached_tokens,
+            scheduled_ns=seq.scheduled_ns,
+            prefill_done_ns=seq.prefill_done_ns,
+            kv_loaded=True,
+        )
+        queue = self._waiting.setdefault((instance, rank), deque())
         if queue or not instance.can_load(rank, seq.prompt_tokens):
-            queue.append((seq, source))
+            queue.append((seq, source, target))
         else:
-            self._start(seq, source, link)
+            self._start(seq, source, target, instance)
 
     def room_freed(self, instance: Instance, rank: int) -> None:
         """A request ended on a decode rank: start what waits for its KV, first come, first served."""
         queue = self._waiting.get((instance, rank))
         while queue and instance.can_load(rank, queue[0][0].prompt_tokens):
-            self._start(*queue.popleft(), (instance, rank))
+            self._start(*queue.popleft(), instance)
 
-    def _start(self, seq: Sequence, source: Instance, link: Link) -> None:
-        instance, rank = link
-        instance.hold(rank, seq.prompt_tokens)
+    def _start(self, seq: Sequence, source: Instance, target: Sequence, instance: Instance) -> None:
+        link = (instance, target.rank)
+        instance.hold(target.rank, seq.prompt_tokens)
         blocks = -(-seq.prompt_tokens // self.cost.block_tokens)
         delay_ms = self.cost.setup_ms
         if self.mode == "pull":
@@ -70,21 +80,10 @@ class KvTransfers:
         self.transfer_ns += arrive - now
         done = self.env.timeout(arrive - now)
         assert done.callbacks is not None
-        done.callbacks.append(lambda _: self._arrive(seq, source, link))
+        done.callbacks.append(lambda _: self._arrive(seq, source, target, instance))
 
-    def _arrive(self, seq: Sequence, source: Instance, link: Link) -> None:
-        instance, rank = link
+    def _arrive(self, seq: Sequence, source: Instance, target: Sequence, instance: Instance) -> None:
         source.release(seq)
         instance.kv_loading -= 1
-        instance.submit(
-            Sequence(
-                seq.request,
-                rank,
-                self.env.now,
-                seq.prompt_tokens,
-                cached_tokens=seq.cached_tokens,
-                scheduled_ns=seq.scheduled_ns,
-                prefill_done_ns=seq.prefill_done_ns,
-                kv_loaded=True,
-            )
-        )
+        target.ready_ns = self.env.now
+        instance.submit(target)

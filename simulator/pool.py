@@ -29,17 +29,26 @@ class PoolOfInstances:
         self._places = ranks
         self._requests = np.zeros(len(ranks), dtype=np.int64)
         self._tokens = np.zeros(len(ranks), dtype=np.int64)
-        self.loads = RankLoads(self._requests, self._tokens)
+        self._home: dict[int, int] = {}
+        self.loads = RankLoads(self._requests, self._tokens, self._home)
         first = 0
         for instance in self.instances:  # each instance counts in its own slice
             n = instance.pool.dep
             instance.load, instance.load_tokens = self._requests[first : first + n], self._tokens[first : first + n]
             first += n
 
-    def choose(self, request: Request) -> tuple[Instance, int]:
-        """Instance and rank for `request`; it is counted there from now on."""
-        i, r = self._places[self.router.choose(request, self.loads)]
+    def choose(self, request: Request) -> tuple[Instance, int, int]:
+        """(instance, rank, tokens that it is counted with there from now on) for `request`."""
+        place = self.router.choose(request, self.loads)
+        tokens = request.input_tokens
+        if request.session >= 0:
+            if place in (self._home.get(request.session), self._home.get(request.prefix_session)):
+                tokens -= request.reuse_tokens
+            self._home[request.session] = place
+        i, r = self._places[place]
         instance = self.instances[i]
+        if instance.pool.role != "prefill":
+            tokens += request.output_tokens
         instance.load[r] += 1
-        instance.load_tokens[r] += request.input_tokens + request.output_tokens
-        return instance, r
+        instance.load_tokens[r] += tokens
+        return instance, r, tokens

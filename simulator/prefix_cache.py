@@ -43,7 +43,10 @@ class SessionCache:
         self._length: OrderedDict[int, int] = OrderedDict()
 
     def match(self, request: Request) -> int:
-        return min(request.reuse_tokens, self._length.get(request.session, 0))
+        length = self._length.get(request.session, 0)
+        if request.prefix_session >= 0:
+            length = max(length, self._length.get(request.prefix_session, 0))
+        return min(request.reuse_tokens, length)
 
     def take(self, request: Request) -> None:
         self.tokens -= self._length.pop(request.session, 0)

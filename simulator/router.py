@@ -1,9 +1,9 @@
 """Which instance and rank a request goes to. One class a policy, one method each.
 
-Ranks of a pool's instances are numbered through: instance = rank // dep. `requests` (ranks of the pool,) counts the
-requests that are queued or running on each, `tokens` their prompt and output tokens.
+Ranks of a pool's instances are numbered through.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,17 +12,16 @@ import numpy as np
 from rackplan.engine.deployment import RouterPolicy
 from rackplan.simulator.request import Request
 
-AFFINITY_SLACK_REQUESTS = 8
-"""A rank that holds a session's prefix is left when it has this many requests more than the least loaded one: past
-that, queueing costs more than a prefill of the prefix saves. A factor; routers make it an option."""
-
 
 @dataclass(frozen=True, slots=True)
 class RankLoads:
-    """Read-only view of a pool for a router."""
+    """Read-only view of a pool for a router. `requests` (ranks,): queued or running; `tokens` (ranks,): what they still
+    ask for when they come, new prompt tokens and, where the pool decodes, output; `home`: the rank of a session's last
+    turn."""
 
     requests: np.ndarray
     tokens: np.ndarray
+    home: Mapping[int, int]
 
 
 class Router(Protocol):
@@ -51,19 +50,14 @@ class LeastTokens:
 
 
 class PrefixAffinity:
-    """The rank that served the session's last turn, unless it is crowded; else the least requests."""
-
-    def __init__(self) -> None:
-        self._home: dict[int, int] = {}
+    """The rank with the fewest tokens to do before the request's first one: the session's home is spared its prefix,
+    and so is left only when the tokens queued there outweigh it."""
 
     def choose(self, request: Request, loads: RankLoads) -> int:
-        least = int(loads.requests.argmin())
-        if request.session < 0:
+        least = int(loads.tokens.argmin())
+        home = loads.home.get(request.session, loads.home.get(request.prefix_session))
+        if home is None or loads.tokens[home] - request.reuse_tokens > loads.tokens[least]:
             return least
-        home = self._home.get(request.session, least)
-        if loads.requests[home] > loads.requests[least] + AFFINITY_SLACK_REQUESTS:
-            home = least
-        self._home[request.session] = home
         return home
 
 

@@ -14,12 +14,14 @@ from rackplan.simulator.request import Request
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request inside one instance. `prompt_tokens`: what has to be in the KV cache before it decodes."""
+    """A request inside one instance. `prompt_tokens`: what has to be in the KV cache before it decodes;
+    `load_tokens`: what the router counts it with."""
 
     request: Request
     rank: int
     ready_ns: int
     prompt_tokens: int
+    load_tokens: int = 0
     computed_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0

@@ -4,10 +4,9 @@ A tree is data; `SessionSource` plays it. Replay rules, after the AgentX benchma
 trees (lanes); a lane that ends its tree takes the next one, from the start; sub-agents cost no concurrency. AgentX caps
 the time in which a tree has nothing in flight at 300 s by moving its timers forward. Here each delay is capped at
 300 s, which is the same unless a longer one overlaps with running sub-agents (it then ends up to their run time
-earlier). A tree's start is drawn by its main stream's turns, AgentX draws it by recorded time.
+earlier). A tree's start is drawn by the time of its main stream under those caps.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +20,12 @@ from rackplan.simulator.request import NS_PER_S, Load, Request, Source, Workload
 from rackplan.simulator.streams import Streams
 
 MAX_DELAY_S = 300.0
-# Lanes start between these shares of their tree's main turns.
+# Lanes start between these shares of their tree's main stream, by time.
 START_SHARES = (0.25, 0.75)
+# Where a lane stands at its start depends on how long requests took before; nothing later depends on these.
+NOMINAL_TTFT_S, NOMINAL_TPOT_S = 1.0, 0.01
+# Sub-agents of a tree that have run at once before its start; their prefixes are in the cache.
+MOST_IDLE_SESSIONS = 3
 
 
 class Turn(NamedTuple):
@@ -69,13 +72,25 @@ class SessionTree:
         return by_turn
 
     @cached_property
-    def main_turns(self) -> list[int]:
-        """By stream, the main turn that brought it about, directly or through other streams; -1 for the main one."""
-        origins: list[int] = []
-        for stream in self.streams:
-            parent, turn = stream.spawned_by or (-1, -1)
-            origins.append(origins[parent] if parent > 0 else turn)
-        return origins
+    def turn_ends_s(self) -> list[np.ndarray]:
+        """By stream, when its turns end (turns,): delays capped, joined streams waited for, requests of nominal time."""
+        ends: list[np.ndarray] = [np.empty(0)] * len(self.streams)
+
+        def play(index: int, start_s: float) -> float:
+            now_s, times = start_s, []
+            free_s = start_s  # when the joined streams that were spawned have ended
+            for turn_index, turn in enumerate(self.streams[index].turns):
+                now_s = max(free_s, now_s + min(turn.delay_s, MAX_DELAY_S)) + _service_s(turn)
+                times.append(now_s)
+                for child in self.spawned.get((index, turn_index), ()):
+                    child_end_s = play(child, now_s)
+                    if self.streams[child].joined:
+                        free_s = max(free_s, child_end_s)
+            ends[index] = np.array(times)
+            return max(now_s, free_s)
+
+        play(0, 0.0)
+        return ends
 
     @property
     def requests(self) -> int:
@@ -83,12 +98,13 @@ class SessionTree:
 
 
 class _Run:
-    """One stream in play. `turn`: the next to send; `joins`: joined streams it waits for; `ready_ns`: None if busy."""
+    """One stream in play. `turn`: the next to send; `like`: the session that its first turn begins like; `joins`: joined
+    streams it waits for; `ready_ns`: None if busy."""
 
-    __slots__ = ("joins", "ready_ns", "session", "turn")
+    __slots__ = ("joins", "like", "ready_ns", "session", "turn")
 
-    def __init__(self, session: int, turn: int) -> None:
-        self.session, self.turn = session, turn
+    def __init__(self, session: int, turn: int, like: int = -1) -> None:
+        self.session, self.turn, self.like = session, turn, like
         self.joins = 0
         self.ready_ns: int | None = None
 
@@ -110,7 +126,7 @@ class SessionSource:
 
     Nothing is sent at or after `duration_s`. Costs O(1) per request. A session is a line of KV: streams in play never
     share one, but a new sub-agent takes over that of an ended one of its tree, whose leading tokens (instructions, tool
-    descriptions) are its own too. The first ones of a tree find none and prefill the whole of their prompt.
+    descriptions) are its own too, and begins like a live one where none has ended. Only a tree's first finds neither.
     """
 
     def __init__(self, trees: Sequence[SessionTree], load: Load, duration_s: float, streams: Streams) -> None:
@@ -185,7 +201,11 @@ class SessionSource:
 
     def _start_stream(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
         idle = lane.idle_sessions
-        lane.runs[index] = _Run(idle.pop() if idle else next(self._session_ids), 0)
+        if idle:
+            lane.runs[index] = _Run(idle.pop(), 0)
+        else:
+            like = next((r.session for i, r in lane.runs.items() if lane.tree.streams[i].kind == "sub"), -1)
+            lane.runs[index] = _Run(next(self._session_ids), 0, like)
         return self._go_on(lane, index, now_ns)
 
     def _send(self, lane: _Lane, index: int, at_ns: int) -> list[Request]:
@@ -195,51 +215,69 @@ class SessionSource:
         run.ready_ns = None
         turn = lane.tree.streams[index].turns[run.turn]
         request = Request(
-            next(self._request_ids), at_ns, turn.input_tokens, turn.output_tokens, run.session, turn.reuse_tokens
+            next(self._request_ids),
+            at_ns,
+            turn.input_tokens,
+            turn.output_tokens,
+            run.session,
+            turn.reuse_tokens,
+            run.like if run.turn == 0 else -1,
         )
         self._in_flight[request.id] = (lane, index)
         return [request]
 
     def _start_midway(self, rng: np.random.Generator) -> None:
-        """Put a lane's tree where a uniform point of its main turns finds it."""
+        """Put a lane's tree where a uniform point of its main stream's time finds it, with every stream as it is then.
+
+        Requests in flight at that point count as sent: their streams go on with the turn after.
+        """
         lane = self._take_lane()
-        turns = len(lane.tree.streams[0].turns)
-        start = int(rng.uniform(*START_SHARES) * turns)
-        self._resume(lane, 0, start, rng)
-        self._prime_ended(lane, start)
-        for index in lane.runs:
+        ends_s = lane.tree.turn_ends_s
+        at_s = float(rng.uniform(*START_SHARES)) * float(ends_s[0][-1])
+        for index, stream in enumerate(lane.tree.streams):
+            spawn = stream.spawned_by
+            if spawn and at_s < ends_s[spawn[0]][spawn[1]]:
+                continue
+            turn = int(np.searchsorted(ends_s[index], at_s, side="right"))
+            left_s = float(ends_s[index][min(turn, len(stream.turns) - 1)]) - at_s
+            if turn < len(stream.turns) and left_s < _service_s(stream.turns[turn]):
+                turn += 1
+            if turn < len(stream.turns):
+                self._resume(lane, index, turn, at_s)
+            elif stream.kind == "sub":
+                self._prime_ended(lane, stream)
+        if not lane.runs:  # all was in flight
+            self._resume(lane, 0, len(lane.tree.streams[0].turns) - 1, at_s)
+        for index, run in lane.runs.items():
+            children = lane.tree.spawned.get((index, run.turn - 1), ())
+            run.joins = sum(c in lane.runs and lane.tree.streams[c].joined for c in children)
+        for index in list(lane.runs):
             self._first += self._go_on(lane, index, 0)
 
-    def _resume(self, lane: _Lane, index: int, turn: int, rng: np.random.Generator) -> None:
-        """Stream `index` is about to send `turn`: part of its delay is over, the streams that the turn before spawned
-        are somewhere in theirs, and earlier ones have ended.
-        """
+    def _resume(self, lane: _Lane, index: int, turn: int, at_s: float) -> None:
+        """Stream `index` is about to send `turn`."""
         run = lane.runs[index] = _Run(next(self._session_ids), turn)
         turns = lane.tree.streams[index].turns
-        run.ready_ns = int(rng.random() * _delay_ns(turns[turn]))
-        if not turn:
-            return
-        before = turns[turn - 1]
-        self._primed.append((run.session, before.input_tokens + before.output_tokens))
-        for child in lane.tree.spawned.get((index, turn - 1), ()):
-            stream = lane.tree.streams[child]
-            run.joins += stream.joined
-            self._resume(lane, child, int(rng.random() * len(stream.turns)), rng)
+        sent_s = float(lane.tree.turn_ends_s[index][turn]) - _service_s(turns[turn])
+        run.ready_ns = max(0, int((sent_s - at_s) * NS_PER_S))
+        if turn:
+            before = turns[turn - 1]
+            self._primed.append((run.session, before.input_tokens + before.output_tokens))
 
-    def _prime_ended(self, lane: _Lane, start: int) -> None:
-        """Sub-agents that ended before main turn `start` left what they share with later ones: once for each of the
-        most that one main turn brings about, since no more than about those have run at once.
-        """
-        origins = lane.tree.main_turns
-        ended = [i for i, turn in enumerate(origins) if i and turn < start - 1]
-        for index in ended[: max(Counter(origins[1:]).values(), default=0)]:
+    def _prime_ended(self, lane: _Lane, stream: Stream) -> None:
+        """A sub-agent that has ended left what it shares with later ones: once for as many as can run at once."""
+        if len(lane.idle_sessions) < MOST_IDLE_SESSIONS:
             session = next(self._session_ids)
             lane.idle_sessions.append(session)
-            self._primed.append((session, lane.tree.streams[index].turns[0].input_tokens))
+            self._primed.append((session, stream.turns[0].input_tokens))
 
 
 def _delay_ns(turn: Turn) -> int:
     return int(min(turn.delay_s, MAX_DELAY_S) * NS_PER_S)
+
+
+def _service_s(turn: Turn) -> float:
+    return NOMINAL_TTFT_S + NOMINAL_TPOT_S * turn.output_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

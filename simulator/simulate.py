@@ -176,7 +176,7 @@ class _Run:
         """Prefixes that are in the cache before time 0, where the router would have put them."""
         for session, tokens in self.source.primed():
             seen = Request(-1, 0, tokens, 0, session=session)
-            instance, rank = self.entry.choose(seen)
+            instance, rank, _ = self.entry.choose(seen)
             instance.prime(rank, seen)
         for instance in self.entry.instances:
             instance.load[:] = 0
@@ -198,8 +198,8 @@ class _Run:
             self.rejected += 1
             self._leave(request)
             return
-        instance, rank = self.entry.choose(request)
-        instance.submit(Sequence(request, rank, self.env.now, request.input_tokens))
+        instance, rank, load_tokens = self.entry.choose(request)
+        instance.submit(Sequence(request, rank, self.env.now, request.input_tokens, load_tokens))
 
     def _prefilled(self, seq: Sequence, instance: Instance) -> None:
         assert self.transfers is not None

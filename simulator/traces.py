@@ -23,6 +23,7 @@ from rackplan.simulator.request import NS_PER_MS, NS_PER_S
 from rackplan.simulator.sessions import SessionTree, SessionWorkload, Stream, Turn
 
 AGENTIC_BLOCK_TOKENS = 64
+_AGENTIC_COLUMNS = ("trace", "stream", "t", "in_tok", "out_tok", "lcp_blk", "prev_lcp_blk", "api_time", "think_time")
 _FORMATS = "a Mooncake JSONL, an Azure or agentic CSV, or a `vllm bench serve --save-detailed` JSON, plain or .gz"
 
 
@@ -295,7 +296,5 @@ def _agentic_delay_s(before: _Agentic, row: _Agentic) -> float:
 
 _CSV_FORMATS: Mapping[tuple[str, ...], Callable[[Path, list[dict[str, Any]]], TraceWorkload | SessionWorkload]] = {
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): _read_azure,
-    (
-        "trace", "stream", "t", "in_tok", "out_tok", "lcp_blk", "prev_lcp_blk", "api_time", "think_time",
-    ): _read_agentic,
-}  # fmt: skip
+    _AGENTIC_COLUMNS: _read_agentic,
+}

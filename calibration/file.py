@@ -1,0 +1,153 @@
+"""A calibration file: what was fitted, from what, how far it may be trusted; and the `Calibration` that it makes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rackplan.calibration.physics import Coefficients, EngineFix, PhysicalCost
+from rackplan.engine import Deployment, InputError, Pool
+from rackplan.simulator.cost import TransferCost
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Transfer(_Part):
+    """`TransferCost` as it is stored; the fields mean the same."""
+
+    setup_ms: float = Field(ge=0)
+    per_block_ms: float = Field(ge=0)
+    gb_per_s: float = Field(gt=0)
+    block_tokens: int = Field(ge=1)
+
+
+class MeasuredRange(_Part):
+    """What the rows of one phase spanned, [least, most]. Inside all of them a prediction interpolates."""
+
+    dep: tuple[int, int]
+    batch: tuple[int, int]
+    context_tokens: tuple[int, int]
+    new_tokens: tuple[int, int]
+    drafts: tuple[int, int]
+
+    def outside(self, **query: int) -> list[str]:
+        """One phrase for each queried quantity that lies outside, e.g. 'dep=64 outside 4 to 32'."""
+        spans = ((k, v, getattr(self, k)) for k, v in query.items())
+        return [f"{k}={v} outside {low} to {high}" for k, v, (low, high) in spans if not low <= v <= high]
+
+
+class FitError(_Part):
+    """Absolute errors, %, of one metric: of the fit on its own rows, and of rows left out of a refit."""
+
+    rows: int
+    fit_median_pct: float
+    fit_p90_pct: float
+    holdout_median_pct: float
+    holdout_p90_pct: float
+    worst_pct: float
+
+
+class CalibrationFile(_Part):
+    """One engine on one GPU with one model. Times are ms.
+
+    `coefficient_intervals`: 90 % intervals of what was fitted (bootstrap, or the fit's curvature where rows are few).
+    `older_engines`: by name, the coefficients of an engine before some fix, where they differ; `fixes`: prefill costs
+    that later engines removed (EngineFix).
+    `target_sigma`, `draft_sigma`: log-normal skew of expert popularity. `notes`: what is carried or unidentified.
+    """
+
+    name: str
+    model: str
+    gpu: str
+    engine_version: str
+    date: str
+    command: str
+    sources: tuple[str, ...]
+    rows: tuple[str, ...]
+    coefficients: Coefficients
+    coefficient_intervals: dict[str, tuple[float, float]] = {}
+    transfer: Transfer
+    frontend_ms: float = Field(ge=0)
+    target_sigma: float = Field(ge=0)
+    draft_sigma: float = Field(ge=0)
+    measured: dict[str, MeasuredRange]
+    errors: dict[str, FitError]
+    fixes: dict[str, EngineFix] = {}
+    older_engines: dict[str, dict[str, float]] = {}
+    notes: tuple[str, ...] = ()
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
+
+
+class FittedCalibration:
+    """The simulator's `Calibration` of a file. `fixes_off`: names of fixes to undo; `older`: an older engine's name."""
+
+    def __init__(self, file: CalibrationFile, fixes_off: tuple[str, ...] = (), older: str | None = None) -> None:
+        self.file = file
+        self.name = file.name
+        self.frontend_ms = file.frontend_ms
+        self.fixes_off = fixes_off
+        changes = _named(file, "older_engines", older) if older else {}
+        self.coefficients = file.coefficients.model_copy(update=changes)
+
+    def pool_cost(self, deployment: Deployment, pool: Pool) -> PhysicalCost:
+        """Raises InputError where the deployment's model or GPU is not the calibrated one."""
+        for key in ("model", "gpu"):
+            asked, has = getattr(deployment, key), getattr(self.file, key)
+            if asked != has:
+                raise InputError(f"{key}={asked}: calibration {self.name} was fitted on {has}; choose one for {asked}")
+        return self.cost_on(deployment, pool, self.fixes_off)
+
+    def cost_on(self, deployment: Deployment, pool: Pool, fixes_off: tuple[str, ...] = ()) -> PhysicalCost:
+        """The cost with some fixes undone, on whatever GPU the deployment names: for comparing figures."""
+        fixes = tuple(_named(self.file, "fixes", name) for name in fixes_off)
+        return PhysicalCost(self.coefficients, deployment, pool, fixes)
+
+    def transfer_cost(self, deployment: Deployment) -> TransferCost:
+        return TransferCost(**self.file.transfer.model_dump())
+
+    def balancedness(self, deployment: Deployment, pool: Pool, tokens_per_rank: float) -> float:
+        """Mean / max of routed tokens per GPU in a step. One popularity of experts serves prefill and decode alike,
+        as one text does; a model with random weights routes evenly (sigma 0), leaving only the chance of the draw."""
+        from rackplan.simulator.expert_load import expert_balancedness
+
+        if pool.gpus_per_instance == 1 or tokens_per_rank <= 0:
+            return 1.0
+        model = deployment.model_spec
+        return float(
+            expert_balancedness(
+                experts=model.routed_experts,
+                top_k=model.top_k,
+                layers=model.moe_layers,
+                gpus=pool.gpus_per_instance,
+                redundant_experts=deployment.redundant_experts,
+                eplb=deployment.eplb.enabled,
+                skew_sigma=self.file.target_sigma,
+                tokens_per_gpu=tokens_per_rank * pool.dep / pool.gpus_per_instance,
+                window_steps=deployment.eplb.window_steps,
+                interval_steps=deployment.eplb.interval_steps,
+            )
+        )
+
+
+def _named(file: CalibrationFile, field: str, name: str) -> Any:
+    known = getattr(file, field)
+    if name not in known:
+        raise InputError(f"{field}={name}: unknown to calibration {file.name}; one of {', '.join(known) or '(none)'}")
+    return known[name]
+
+
+def parse_calibration(text: str, where: str) -> CalibrationFile:
+    """A `CalibrationFile` from JSON. Raises InputError with the file, the key, the value and the mend."""
+    try:
+        return CalibrationFile.model_validate_json(text)
+    except ValidationError as e:
+        first = e.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "file"
+        raise InputError(
+            f"{where}: {key}: {first['msg']} (got {first.get('input')!r:.80}); refit or correct it"
+        ) from None

@@ -1,0 +1,252 @@
+"""Step time as a sum of physical terms with fitted, non-negative coefficients: the `PoolCost` of every calibration.
+
+The physics (bytes of weights and KV read, multiply-adds, bytes sent) comes from the model's and the GPU's specs; the
+data only say how far below the hardware's peak each part runs, and what the fixed and the host's costs are. So a query
+outside the measured range still scales as the hardware does. Equations and limits: docs/model/step_time.md.
+"""
+
+import math
+from functools import lru_cache
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
+from rackplan.simulator.cost import FloatArray, SharedTime
+
+CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+"""Token counts that vLLM captures CUDA graphs for by default; beyond 512 the step 16 goes on to the knob's limit."""
+
+
+class EngineFix(BaseModel):
+    """A prefill cost that a later engine removed: 0 in the calibrated engine, added back where the fix is undone.
+
+    `per_token_ms`: ms per new token. `per_pair_ms`: ms per new token x context token. `full_layers`: layers that ran on
+    all new tokens before and run on the replay window since; they still read their weights.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    per_token_ms: float = 0.0
+    per_pair_ms: float = 0.0
+    full_layers: int = 0
+
+
+class Coefficients(BaseModel):
+    """What a fit finds. Efficiencies are shares of the hardware's peak; the rest is ms."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    # GPU, shared by the ranks
+    step_fixed_ms: float = Field(ge=0)
+    dense_read_efficiency: float = Field(gt=0, le=1.5)
+    dense_flop_efficiency: float = Field(gt=0, le=1.5)
+    moe_read_efficiency: float = Field(gt=0, le=1.5)
+    moe_flop_efficiency: float = Field(gt=0, le=1.5)
+    roofline_sharpness: float = Field(4.0, ge=1)
+    link_efficiency: float = Field(1.0, gt=0, le=1.5)
+    comm_fixed_ms: float = Field(0.0, ge=0)
+    comm_rank_ms: float = Field(0.0, ge=0)
+    all_to_all: bool = False
+    dispatch_bytes: float = Field(2.0, gt=0)
+    combine_bytes: float = Field(2.0, gt=0)
+    draft_fixed_ms: float = Field(0.0, ge=0)
+    draft_token_ms: float = Field(0.0, ge=0)
+    # GPU, each rank's own
+    decode_request_ms: float = Field(0.0, ge=0)
+    decode_query_ms: float = Field(0.0, ge=0)
+    kv_read_efficiency: float = Field(gt=0, le=1.5)
+    prefill_pair_ms: float = Field(ge=0)
+    prefill_context_ms: float = Field(0.0, ge=0)
+    prefill_chunk_ms: float = Field(0.0, ge=0)
+    # host
+    host_step_ms: float = Field(ge=0)
+    host_request_ms: float = Field(0.0, ge=0)
+    host_jitter_ms: float = Field(0.0, ge=0)
+    piecewise_floor_ms: float = Field(0.0, ge=0)
+    eager_floor_ms: float = Field(0.0, ge=0)
+    admission_fixed_ms: float = Field(0.0, ge=0)
+    admission_token_ms: float = Field(0.0, ge=0)
+    # DP sync: ring per hop, recursive doubling per round, NCCL whole
+    ring_hop_ms: float = Field(ge=0)
+    doubling_round_ms: float = Field(ge=0)
+    nccl_sync_ms: float = Field(ge=0)
+
+
+def padded_tokens(tokens: int, capture_limit: int) -> int:
+    """The captured CUDA-graph size that `tokens` run at; `tokens` itself past the largest."""
+    if tokens > capture_limit or tokens <= 0:
+        return tokens
+    if tokens <= 512:
+        return next(s for s in CAPTURE_SIZES if s >= tokens)
+    return min(-(-tokens // 16) * 16, capture_limit)
+
+
+def experts_touched(tokens: float, experts: int, top_k: int) -> float:
+    """Expected number of experts that at least one of `tokens` chooses, under even routing."""
+    return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
+
+
+class PhysicalCost:
+    """`PoolCost` of one pool from specs and coefficients. `fixes_off`: engine fixes to undo (see EngineFix)."""
+
+    def __init__(
+        self,
+        coefficients: Coefficients,
+        deployment: Deployment,
+        pool: Pool,
+        fixes_off: tuple[EngineFix, ...] = (),
+    ) -> None:
+        self.c = coefficients
+        self.model: ModelSpec = deployment.model_spec
+        self.gpu: GpuSpec = deployment.gpu_spec
+        self.pool = pool
+        self.drafts = deployment.speculation.draft_tokens
+        self.sync_algorithm = deployment.dp_sync.algorithm
+        self.width = pool.gpus_per_instance
+        m, g, c = self.model, self.gpu, coefficients
+        hbm_bytes_ms = g.hbm_tb_s * 1e9
+        self._dense_read_ms = (
+            m.layers * m.non_expert_read_bytes_per_layer_step / pool.tp / (hbm_bytes_ms * c.dense_read_efficiency)
+        )
+        self._context_ms = m.decode_kv_read_bytes_per_context_token / pool.tp / (hbm_bytes_ms * c.kv_read_efficiency)
+        queries_ms = (1 + self.drafts) * c.decode_query_ms / pool.tp
+        self._request_ms = c.decode_request_ms + queries_ms + m.decode_kv_read_bytes_per_sequence / pool.tp / (
+            hbm_bytes_ms * c.kv_read_efficiency
+        )
+        self._pair_ms = (c.prefill_pair_ms + sum(f.per_pair_ms for f in fixes_off)) / pool.tp
+        self._replay_layers = max(0, m.replay_layers - sum(f.full_layers for f in fixes_off))
+        self._token_fix_ms = sum(f.per_token_ms for f in fixes_off)
+        self._shared = lru_cache(maxsize=65536)(self._shared_time)
+
+    # -- each rank's own ------------------------------------------------------------------------------------------
+    def attention_ms(
+        self,
+        prefill_tokens: FloatArray,
+        prefill_pairs: FloatArray,
+        prefill_context: FloatArray,
+        decode_requests: FloatArray,
+        decode_context: FloatArray,
+    ) -> FloatArray:
+        return (
+            self._pair_ms * prefill_pairs
+            + self.c.prefill_context_ms * prefill_context
+            + self._token_fix_ms * prefill_tokens
+            + self._request_ms * decode_requests
+            + self._context_ms * decode_context
+        )
+
+    # -- all ranks together ---------------------------------------------------------------------------------------
+    def shared_ms(
+        self, widest_tokens: int, total_tokens: int, prefill_tokens: int, prefill_chunks: int, balancedness: float
+    ) -> SharedTime:
+        return self._shared(widest_tokens, total_tokens, prefill_tokens, prefill_chunks, balancedness)
+
+    def _shared_time(
+        self, widest: int, total: int, prefill_tokens: int, prefill_chunks: int, balancedness: float
+    ) -> SharedTime:
+        m, c = self.model, self.c
+        # Layers that a prefill runs on its replay window alone see fewer tokens than the others.
+        narrow = total - prefill_tokens + min(prefill_tokens, m.replay_tokens_per_hit * prefill_chunks)
+        narrow_share = self._replay_layers / m.layers
+        padded = padded_tokens(widest, self.pool.max_cudagraph_capture_size)
+        # MoE: once over all layers at the full batch, the replayed layers at the narrow one.
+        full_ms, full_excess = self._moe_ms(total, m.moe_layers * (1 - narrow_share), balancedness)
+        thin_ms, thin_excess = self._moe_ms(narrow, m.moe_layers * narrow_share, balancedness)
+        prefill_share = prefill_tokens / total if total else 0.0
+        dense_ms = c.step_fixed_ms + self._dense_ms(padded, prefill_share)
+        dense_ms += c.prefill_chunk_ms * prefill_chunks / self.pool.dep
+        return SharedTime(
+            dense=dense_ms,
+            moe=full_ms + thin_ms,
+            ep_imbalance=full_excess + thin_excess,
+            communication=self._communication_ms(padded, prefill_share, narrow_share),
+            draft=self._draft_ms(widest, total) if self.drafts else 0.0,
+        )
+
+    def _dense_ms(self, tokens: int, prefill_share: float) -> float:
+        c = self.c
+        flops = prefill_share * self._dense_flops("prefill") + (1 - prefill_share) * self._dense_flops("decode")
+        flop_ms = tokens * flops / self.pool.tp / (self._flop_rate("fp8") * c.dense_flop_efficiency)
+        return self._roofline(self._dense_read_ms, flop_ms)
+
+    def _dense_flops(self, phase: str) -> float:
+        """Multiply-adds x 2 of one token outside the routed experts. A prefill token goes through the layers that are
+        not replayed; the specs count those alone."""
+        m = self.model
+        spec_layers = m.layers - (m.replay_layers if phase == "prefill" else 0)
+        layers = m.layers - (self._replay_layers if phase == "prefill" else 0)
+        routed = (spec_layers - m.dense_layers) * m.top_k * self._expert_flops()
+        return max(0.1 * m.flops_per_token_dense[phase], m.flops_per_token_dense[phase] - routed) * layers / spec_layers
+
+    def _expert_flops(self) -> float:
+        return 6.0 * self.model.hidden * self.model.expert_intermediate
+
+    def _flop_rate(self, coarsest: str) -> float:
+        """Peak flop per ms of the experts' data type, or of `coarsest` where that has more bits: FP4 checkpoints keep
+        all but their experts in FP8."""
+        dtype = self.model.expert_flop_dtype
+        return self.gpu.dense_tflops[coarsest if dtype == "fp4" else dtype] * 1e9
+
+    def _moe_ms(self, tokens: float, layers: float, balancedness: float) -> tuple[float, float]:
+        """(time with even load, excess of the hottest GPU) of `layers` MoE layers over `tokens` of all ranks."""
+        if tokens <= 0 or layers <= 0:
+            return 0.0, 0.0
+        m, g, c = self.model, self.gpu, self.c
+        touched = experts_touched(tokens, m.routed_experts, m.top_k) / self.width
+        read_ms = layers * touched * m.bytes_per_routed_expert / (g.hbm_tb_s * 1e9 * c.moe_read_efficiency)
+        flops = tokens * m.top_k / self.width * self._expert_flops()
+        flop_ms = layers * flops / (self._flop_rate("fp4") * c.moe_flop_efficiency)
+        even = self._roofline(read_ms, flop_ms)
+        return even, self._roofline(read_ms, flop_ms / balancedness) - even
+
+    def _communication_ms(self, tokens: int, prefill_share: float, narrow_share: float) -> float:
+        """Dispatch and combine of every MoE layer. All-gather + reduce-scatter moves every rank's tokens to every GPU;
+        all-to-all moves each token once to every GPU that holds one of its experts, under even routing."""
+        if self.width == 1:
+            return 0.0
+        m, c = self.model, self.c
+        copies = float(self.width - 1)
+        if c.all_to_all:
+            copies *= 1 - (1 - 1 / self.width) ** m.top_k
+        layers = m.moe_layers * (1 - prefill_share * narrow_share)
+        volume = tokens * copies * m.hidden * (c.dispatch_bytes + c.combine_bytes) * layers
+        link_bytes_ms = self.gpu.nvlink_gb_s / 2 * 1e6  # one direction
+        return c.comm_fixed_ms + c.comm_rank_ms * math.log2(self.width) + volume / (link_bytes_ms * c.link_efficiency)
+
+    def _draft_ms(self, widest: int, total: int) -> float:
+        """The draft's experts are read once a step; its other work is a constant and a part per token."""
+        draft, c = self.model.draft, self.c
+        if draft is None:
+            return 0.0
+        touched = experts_touched(total, draft.experts, draft.top_k) / self.width
+        read_ms = touched / draft.experts * draft.bytes / (self.gpu.hbm_tb_s * 1e9 * c.moe_read_efficiency)
+        return read_ms + c.draft_fixed_ms + c.draft_token_ms * widest
+
+    def _roofline(self, read_ms: float, flop_ms: float) -> float:
+        """Smooth maximum: the two overlap, but not perfectly where they are close."""
+        top = max(read_ms, flop_ms)
+        if top == 0.0:
+            return 0.0
+        p = self.c.roofline_sharpness
+        return top * ((read_ms / top) ** p + (flop_ms / top) ** p) ** (1 / p)
+
+    # -- host -----------------------------------------------------------------------------------------------------
+    def launch_floor_ms(self, widest_tokens: int, prefill: bool) -> float:
+        if widest_tokens > self.pool.max_cudagraph_capture_size:
+            return self.c.eager_floor_ms
+        return self.c.piecewise_floor_ms if prefill else 0.0
+
+    def host_ms(self, widest_requests: int) -> float:
+        late = sum(1.0 / i for i in range(1, self.pool.dep + 1)) - 1.0  # expected extra of the latest of dep ranks
+        return self.c.host_step_ms + self.c.host_request_ms * widest_requests + self.c.host_jitter_ms * late
+
+    def admission_ms(self, prompt_tokens: int) -> float:
+        return self.c.admission_fixed_ms + self.c.admission_token_ms * prompt_tokens
+
+    def dp_sync_ms(self) -> float:
+        ranks = self.pool.dep
+        if ranks == 1:
+            return 0.0
+        if self.sync_algorithm == "ring":
+            return self.c.ring_hop_ms * (ranks - 1)
+        if self.sync_algorithm == "nccl":
+            return self.c.nccl_sync_ms
+        return self.c.doubling_round_ms * math.ceil(math.log2(ranks))

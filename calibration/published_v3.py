@@ -1,0 +1,118 @@
+"""Fits `gb200-v3` from two published figures, F59 and F60, on top of gb300-v4.1-flash.
+
+Two figures give two coefficients: dense efficiency from prefill, the KV read efficiency from decode. All else is
+carried from the same silicon family or is a prior, and the error bar is as wide as that deserves.
+"""
+
+from functools import cache
+
+import numpy as np
+
+from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
+from rackplan.calibration.figures import fit_value
+from rackplan.calibration.file import CalibrationFile, FitError, FittedCalibration, MeasuredRange
+from rackplan.calibration.fit import Solution, Unknown, solve
+from rackplan.calibration.library import calibration_file
+from rackplan.calibration.physics import Coefficients
+
+MODEL, GPU = "deepseek-v3", "gb200"
+PROMPT_TOKENS, CHUNK_TOKENS, OUTPUT_TOKENS = 2048, 65536, 2048
+DECODE_REQUESTS = 512
+"""F60 does not state its batch. 512 requests a rank at a mean context of 3,072 take 55 of the 90 GB that its weights
+leave, and are the largest captured CUDA graph."""
+PAIR_MS = 61 * 6.715 / (65536 * 1024)
+"""MLA of 32 prompts of 2,048 tokens takes 6.715 ms a layer (vendor's kernel chart, GB200); there are 61."""
+DISPATCH_BYTES_FP16 = 2.0
+UNSURE_PCT = 25.0
+"""Median error outside the two figures: the spread that the same batch assumption, from 256 to 768, makes in decode."""
+
+UNKNOWNS = {"dense_flop_efficiency": Unknown(0.3, 0.02, 1.2), "kv_read_efficiency": Unknown(0.4, 0.05, 1.2)}
+NOTES = (
+    "Two figures, two coefficients: no row is left to test the fit by; its error is an estimate, no hold-out.",
+    "F60's batch is assumed: 512 requests a rank at a mean context of 3,072 tokens.",
+    "kv_read_efficiency stands for MLA's arithmetic too: 128 heads on FP8 KV are bound by it, not by the read.",
+    "MoE, link and host coefficients are carried from gb300-v4.1-flash; expert skew is taken as EPLB-balanced.",
+    "Weight offload of every second layer (F59) is hidden: a layer computes for 40 ms where the next loads in 14.",
+)
+
+
+@cache
+def _carried() -> Coefficients:
+    base = calibration_file("gb300-v4.1-flash").coefficients
+    return base.model_copy(
+        update={
+            "all_to_all": False,
+            "dispatch_bytes": DISPATCH_BYTES_FP16 * fit_value("F65"),
+            "combine_bytes": 2.0,
+            "decode_query_ms": 0.0,
+            "prefill_pair_ms": PAIR_MS,
+        }
+    )
+
+
+def prefill_tok_s(calibration: FittedCalibration) -> float:
+    """F59: tok/s/GPU of DEP2, chunks of 65,536 tokens made of prompts of 2,048."""
+    deployment, pool = deployment_of(MODEL, GPU, dep=2, tokens=CHUNK_TOKENS)
+    batch = Batch(chunks=CHUNK_TOKENS // PROMPT_TOKENS, new_tokens=PROMPT_TOKENS)
+    even = calibration.balancedness(deployment, pool, CHUNK_TOKENS)
+    terms = gpu_terms_ms(calibration.cost_on(deployment, pool), batch, dep=2, balancedness=even)
+    return CHUNK_TOKENS / sum(terms.values()) * 1e3
+
+
+def decode_tok_s(calibration: FittedCalibration) -> float:
+    """F60: tok/s/GPU of DEP8 at DECODE_REQUESTS a rank, the context half-way through the output."""
+    deployment, pool = deployment_of(MODEL, GPU, dep=8)
+    batch = Batch(decodes=DECODE_REQUESTS, context_tokens=PROMPT_TOKENS + OUTPUT_TOKENS // 2)
+    even = calibration.balancedness(deployment, pool, DECODE_REQUESTS)
+    terms = gpu_terms_ms(calibration.cost_on(deployment, pool), batch, dep=8, balancedness=even)
+    return DECODE_REQUESTS / sum(terms.values()) * 1e3
+
+
+FIT_ROWS = {"F59": prefill_tok_s, "F60": decode_tok_s}
+
+
+def draft_of(values: dict[str, float]) -> CalibrationFile:
+    base = calibration_file("gb300-v4.1-flash")
+    prefill = MeasuredRange(dep=(2, 2), batch=(32, 32), context_tokens=(0, 0), new_tokens=(2048, 2048), drafts=(0, 0))
+    decode = MeasuredRange(dep=(8, 8), batch=(512, 512), context_tokens=(2048, 4096), new_tokens=(0, 0), drafts=(0, 0))
+    return base.model_copy(
+        update={
+            "name": "gb200-v3",
+            "model": MODEL,
+            "gpu": GPU,
+            "engine_version": "vLLM of the GB200 article",
+            "rows": (*FIT_ROWS, "F65"),
+            "coefficients": Coefficients.model_validate({**_carried().model_dump(), **values}),
+            "coefficient_intervals": {},
+            "target_sigma": 0.0,
+            "draft_sigma": 0.0,
+            "measured": {"prefill": prefill, "decode": decode},
+            "errors": {},
+            "fixes": {},
+            "notes": NOTES,
+        }
+    )
+
+
+def fit_figures() -> Solution:
+    def residuals(values: dict[str, float]) -> np.ndarray:
+        calibration = FittedCalibration(draft_of(values))
+        return np.array([predict(calibration) / fit_value(id) - 1 for id, predict in FIT_ROWS.items()])
+
+    return solve(UNKNOWNS, residuals)
+
+
+def build() -> CalibrationFile:
+    solution = fit_figures()
+    errors = {
+        pool: FitError(
+            rows=1,
+            fit_median_pct=round(abs(error) * 100, 2),
+            fit_p90_pct=round(abs(error) * 100, 2),
+            holdout_median_pct=UNSURE_PCT,
+            holdout_p90_pct=2 * UNSURE_PCT,
+            worst_pct=2 * UNSURE_PCT,
+        )
+        for pool, error in zip(("prefill", "decode"), solution.residuals, strict=True)
+    }
+    return draft_of(solution.values).model_copy(update={"errors": errors})

@@ -1,0 +1,154 @@
+"""Fit and check errors of a calibration, row by row: what it was fitted to, and what it was not shown."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rackplan.calibration import h200, published, published_v3
+from rackplan.calibration.batch import Batch, deployment_of
+from rackplan.calibration.figures import figures, fit_value
+from rackplan.calibration.file import FittedCalibration
+from rackplan.calibration.library import load_calibration
+from rackplan.calibration.published import ALL_FIXES, EPLB_REDUNDANT, Setting, gain_pct, terms_ms
+from rackplan.simulator.step import step_wall_ms
+
+_K = 1024
+AGENTX_CONTEXT = 207_394
+AGENTX_PROMPT = 218_900
+AGENTX_OUTPUT = 106_474_498 / 98_827
+"""Time-averaged context, mean prompt and mean output of AgentX, tokens. Source: the trace's statistics."""
+DECODE_REQUESTS, DRAFTS = 16, 5
+STEP_ASSUMPTION = (
+    "16 requests a rank (as F21), 5 drafts, 207,394 tokens of context, 3.51 tokens a step; a rank admits a 218.9K "
+    "prompt in 5.2 % of steps, and the step waits if any rank does"
+)
+V3_H200_PREFILL_TOK_S = 7020
+"""FP8, EP16, 2K prompts, per GPU: public results of the same authors as F66."""
+
+
+class Predictor(NamedTuple):
+    """`predict` gives a row in the unit of its figure; `assumption` says what the figure left open."""
+
+    predict: Callable[[FittedCalibration], float]
+    assumption: str = ""
+
+
+def _decode_step_ms(calibration: FittedCalibration, dep: int, algorithm: str, older: str | None = None) -> float:
+    """Wall time of a decode step under AgentX. The host shows only where it is longer than the GPU."""
+    engine = FittedCalibration(calibration.file, older=older)
+    batch = Batch(decodes=DECODE_REQUESTS, context_tokens=AGENTX_CONTEXT)
+    setting = Setting("gb300", dep, batch, drafts=DRAFTS, eplb=EPLB_REDUNDANT)
+    gpu_ms = np.array([sum(terms_ms(engine, setting).values())])
+    deployment, pool = deployment_of(
+        published.MODEL, "gb300", dep=dep, drafts=DRAFTS, redundant_experts=EPLB_REDUNDANT, algorithm=algorithm
+    )
+    cost = engine.pool_cost(deployment, pool)
+    per_rank = DECODE_REQUESTS * deployment.model_spec.acceptance_length(DRAFTS) / AGENTX_OUTPUT
+    admission_ms = (1 - np.exp(-dep * per_rank)) * cost.admission_ms(AGENTX_PROMPT)
+    wall = step_wall_ms(
+        gpu_ms, 0.0, cost.host_ms(DECODE_REQUESTS), cost.dp_sync_ms(), admission_ms, async_scheduling=True
+    )
+    return float(wall[0])
+
+
+def _gpu_saved_ms(calibration: FittedCalibration) -> float:
+    batch = Batch(decodes=DECODE_REQUESTS, context_tokens=AGENTX_CONTEXT)
+    at = {d: Setting("gb300", d, batch, drafts=DRAFTS, eplb=EPLB_REDUNDANT) for d in (16, 32)}
+    return sum(terms_ms(calibration, at[16]).values()) - sum(terms_ms(calibration, at[32]).values())
+
+
+def _target_share_pct(calibration: FittedCalibration, terms: tuple[str, ...]) -> float:
+    """Share of some terms in the target's part of F24's step."""
+    setting = Setting("gb200", 4, Batch(decodes=64, context_tokens=128 * _K), drafts=5, eplb=EPLB_REDUNDANT)
+    found = terms_ms(calibration, setting)
+    return 100 * sum(found[t] for t in terms) / (sum(found.values()) - found["draft"])
+
+
+def _gb200_over_h200(calibration: FittedCalibration) -> float:
+    """Output tokens per GPU of 4 x DEP2 + DEP8 over those of 16 + 32 H200, each bound by its slower pool."""
+    gb200 = min(8 * published_v3.prefill_tok_s(calibration), 8 * published_v3.decode_tok_s(calibration)) / 16
+    h200_rate = min(16 * V3_H200_PREFILL_TOK_S, 32 * fit_value("F66")) / 48
+    return gb200 / h200_rate
+
+
+_MOE = ("moe", "ep_imbalance", "communication")
+CHECKS: dict[str, dict[str, Predictor]] = {
+    "gb300-v4.1-flash": {
+        "F06": Predictor(lambda c: gain_pct(c, 4 * _K, ALL_FIXES, ALL_FIXES[1:])),
+        "F07": Predictor(lambda c: gain_pct(c, 64 * _K, ALL_FIXES, ALL_FIXES[1:])),
+        "F10": Predictor(lambda c: gain_pct(c, 64 * _K, ALL_FIXES[2:], ())),
+        "F11": Predictor(lambda c: gain_pct(c, 32 * _K, ALL_FIXES, ())),
+        "F12": Predictor(lambda c: gain_pct(c, 64 * _K, ALL_FIXES, ())),
+        "F27": Predictor(lambda c: _target_share_pct(c, _MOE), "communication is inside MegaMoE"),
+        "F28": Predictor(lambda c: _target_share_pct(c, ("attention",))),
+        "F37": Predictor(
+            lambda c: _decode_step_ms(c, 32, "ring", "before_cpu_fixes"), f"ring sync, old admission; {STEP_ASSUMPTION}"
+        ),
+        "F38": Predictor(
+            lambda c: _decode_step_ms(c, 16, "ring", "before_cpu_fixes"), f"ring sync, old admission; {STEP_ASSUMPTION}"
+        ),
+        "F39": Predictor(_gpu_saved_ms, STEP_ASSUMPTION),
+        "F42": Predictor(lambda c: _decode_step_ms(c, 32, "ring"), STEP_ASSUMPTION),
+        "F43": Predictor(lambda c: _decode_step_ms(c, 32, "recursive_doubling"), STEP_ASSUMPTION),
+    },
+    "gb200-v3": {"F61": Predictor(_gb200_over_h200, "the middle of the range; H200 at F66 and 7,020 tok/s/GPU")},
+}
+"""Closed-form check rows by calibration. Rows that need a simulation are given to `validate` as `simulated`."""
+
+
+def validate(name: str, simulated: Mapping[str, Predictor] | None = None) -> dict[str, Any]:
+    """{"name", "rows": [{"id", "what", "unit", "measured", "predicted", "error_pct", "role"}], "summary"}.
+
+    `simulated`: more check rows by figure id. Errors are signed, %; the summary holds medians of their magnitudes.
+    Raises InputError for an unknown name.
+    """
+    calibration = load_calibration(name)
+    rows = _profile_rows(calibration) if calibration.file.gpu == h200.GPU else _fit_rows(calibration)
+    checks = {**CHECKS.get(calibration.name, {}), **(simulated or {})}
+    rows += [_figure_row(id, p.predict(calibration), p.assumption) for id, p in sorted(checks.items())]
+    return {"name": name, "rows": rows, "summary": _summary(rows)}
+
+
+def _profile_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+    found = calibration.coefficients.model_dump()
+    measured = h200.all_rows()
+    predicted = h200.predict_ms({k: found[k] for k in (*h200.UNKNOWNS, *h200.ASSUMED)}, measured)
+    return [
+        _row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)
+    ]
+
+
+def _fit_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+    predictors = published.FIT_ROWS if calibration.file.model == published.MODEL else published_v3.FIT_ROWS
+    return [_figure_row(id, predict(calibration)) for id, predict in predictors.items()]
+
+
+def _figure_row(id: str, predicted: float, assumption: str = "") -> dict[str, Any]:
+    figure = figures()[id]
+    what = f"{figure.what} ({assumption})" if assumption else figure.what
+    return _row(id, what, figure.unit, figure.value, predicted, figure.role)
+
+
+def _row(id: str, what: str, unit: str, measured: float, predicted: float, role: str) -> dict[str, Any]:
+    error = (predicted / measured - 1) * 100
+    return {
+        "id": id,
+        "what": what,
+        "unit": unit,
+        "measured": measured,
+        "predicted": predicted,
+        "error_pct": error,
+        "role": role,
+    }
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, float | int]:
+    summary: dict[str, float | int] = {}
+    for role in ("fit", "check"):
+        errors = [abs(r["error_pct"]) for r in rows if r["role"] == role]
+        summary[f"{role}_rows"] = len(errors)
+        if errors:
+            summary[f"{role}_median_abs_pct"] = float(np.median(errors))
+            summary[f"{role}_worst_abs_pct"] = float(max(errors))
+    return summary

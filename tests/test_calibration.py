@@ -1,0 +1,147 @@
+"""Embedded calibrations: they refit to what is shipped, keep their error budgets, and refuse what they cannot know."""
+
+import json
+
+import pytest
+
+from rackplan.calibration import h200, published, published_v3
+from rackplan.calibration.figures import figures, fit_value
+from rackplan.calibration.file import FittedCalibration
+from rackplan.calibration.library import (
+    calibration_file,
+    default_calibration,
+    list_calibrations,
+    load_calibration,
+    show,
+)
+from rackplan.calibration.predict import predict
+from rackplan.calibration.validate import CHECKS, validate
+from rackplan.engine import InputError, parse_deployment
+
+NAMES = ("gb200-v3", "gb300-v4.1-flash", "h200-v2-lite")
+
+
+def test_h200_refits_to_the_embedded_file():
+    shipped, found = calibration_file("h200-v2-lite"), h200.fit()
+    for key, value in found.coefficients.items():
+        assert getattr(shipped.coefficients, key) == pytest.approx(value, rel=1e-3), key
+    assert shipped.frontend_ms == pytest.approx(found.frontend_ms, rel=1e-3)
+
+
+def test_published_fits_refit_to_the_embedded_files():
+    sigmas = (published.target_sigma(), published.draft_sigma())
+    refit = published.draft_of(published.fit_figures(list(published.FIT_ROWS), sigmas).values, sigmas)
+    v3 = published_v3.draft_of(published_v3.fit_figures().values)
+    for file in (refit, v3):
+        shipped = calibration_file(file.name)
+        for key, value in file.coefficients.model_dump().items():
+            assert getattr(shipped.coefficients, key) == pytest.approx(value, rel=1e-3), (file.name, key)
+        for fix, cost in file.fixes.items():
+            assert shipped.fixes[fix].model_dump() == pytest.approx(cost.model_dump(), rel=1e-3), fix
+
+
+def test_h200_holdout_stays_within_its_budget():
+    every = calibration_file("h200-v2-lite").errors["all"]
+    assert every.holdout_median_pct < 3
+    assert every.holdout_p90_pct < 8
+
+
+def test_fits_use_fit_rows_alone():
+    assert all(figures()[id].role == "fit" for id in (*published.FIT_ROWS, *published_v3.FIT_ROWS))
+    assert all(figures()[id].role == "check" for rows in CHECKS.values() for id in rows)
+    with pytest.raises(InputError, match="F06 is a check row"):
+        fit_value("F06")
+
+
+def test_check_rows_keep_a_median_error_under_15_pct():
+    found = validate("gb300-v4.1-flash")
+    assert {r["id"] for r in found["rows"] if r["role"] == "check"} == set(CHECKS["gb300-v4.1-flash"])
+    assert found["summary"]["check_median_abs_pct"] < 15
+    assert validate("gb200-v3")["summary"]["check_median_abs_pct"] < 15
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("pool", "batch", "context", "new"), [("decode", 16, 8192, None), ("prefill", 1, 4096, 2048)])
+def test_terms_add_up_to_the_step(name, pool, batch, context, new):
+    found = predict(name, pool=pool, dep=2, batch=batch, context=context, new=new)
+    assert sum(found["terms_ms"].values()) == pytest.approx(found["step_ms"])
+    assert min(found["terms_ms"].values()) >= 0
+    assert found["interval_ms"][0] < found["step_ms"] < found["interval_ms"][1]
+    json.dumps(found)
+
+
+def test_prediction_says_when_it_extrapolates_and_widens():
+    inside = predict("h200-v2-lite", pool="decode", dep=1, batch=64, context=4096)
+    outside = predict("h200-v2-lite", pool="decode", dep=8, batch=64, context=4096)
+    assert inside["in_range"]
+    assert not outside["in_range"]
+    assert any("dep=8 outside 1 to 2" in note for note in outside["notes"])
+
+    def width(p):
+        return (p["interval_ms"][1] - p["interval_ms"][0]) / p["step_ms"]
+
+    assert width(outside) == pytest.approx(2 * width(inside))
+
+
+def test_a_prefill_past_the_captured_graphs_shows_the_launch_floor():
+    found = predict("h200-v2-lite", pool="prefill", dep=1, new=2048)
+    assert found["step_ms"] > 2 * found["gpu_ms"]
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"pool": "both", "dep": 1}, "pool=both: one of prefill, decode"),
+        ({"pool": "decode", "dep": 0}, "dep=0: must be at least 1"),
+        ({"pool": "decode", "dep": 1, "new": 5}, "new=5 has no effect"),
+        ({"pool": "prefill", "dep": 1, "new": 0}, "new=0: must be at least 1"),
+        ({"pool": "decode", "dep": 1, "drafts": 3}, "takes at most 0"),
+    ],
+)
+def test_bad_queries_name_the_value(query, message):
+    with pytest.raises(InputError, match=message):
+        predict("h200-v2-lite", **query)
+
+
+def test_library_names_what_there_is(tmp_path):
+    assert [row["name"] for row in list_calibrations()] == list(NAMES)
+    assert default_calibration("deepseek-v2-lite", "h200") == "h200-v2-lite"
+    with pytest.raises(InputError, match="there is deepseek-v3 on gb200"):
+        default_calibration("deepseek-v3", "gb300")
+    with pytest.raises(InputError, match="one of gb200-v3, gb300-v4.1-flash, h200-v2-lite"):
+        load_calibration("h100")
+    broken = tmp_path / "mine.json"
+    broken.write_text(json.dumps({**show("gb200-v3"), "frontend_ms": -1}))
+    with pytest.raises(InputError, match=r"mine.json: frontend_ms: .*got -1"):
+        load_calibration(str(broken))
+
+
+def test_a_saved_calibration_loads_as_it_was(tmp_path):
+    file = calibration_file("gb300-v4.1-flash")
+    file.save(tmp_path / "copy.json")
+    assert load_calibration(str(tmp_path / "copy.json")).file == file
+
+
+def test_another_model_or_gpu_is_refused():
+    pools = [{"role": "aggregated", "instances": 1, "dep": 2}]
+    deployment = parse_deployment({"model": "deepseek-v3", "gpu": "gb300", "pools": pools})
+    with pytest.raises(InputError, match="model=deepseek-v3: calibration gb300-v4.1-flash was fitted on deepseek-v4"):
+        load_calibration("gb300-v4.1-flash").pool_cost(deployment, deployment.pools[0])
+
+
+def test_older_engine_and_unknown_fix():
+    file = calibration_file("gb300-v4.1-flash")
+    before, after = FittedCalibration(file, older="before_cpu_fixes"), FittedCalibration(file)
+    assert before.coefficients.admission_token_ms > 6 * after.coefficients.admission_token_ms
+    with pytest.raises(InputError, match="older_engines=never: unknown"):
+        FittedCalibration(file, older="never")
+
+
+def test_skewed_experts_are_balanced_by_eplb_and_random_weights_need_none():
+    pools = [{"role": "aggregated", "instances": 1, "dep": 32}]
+    base = {"model": "deepseek-v4.1-flash", "gpu": "gb300", "pools": pools}
+    off = parse_deployment(base)
+    on = parse_deployment({**base, "eplb": {"enabled": True, "redundant_experts": 32}})
+    calibration = load_calibration("gb300-v4.1-flash")
+    assert calibration.balancedness(off, off.pools[0], 432) == pytest.approx(0.35, abs=0.01)
+    assert calibration.balancedness(on, on.pools[0], 432) > 0.9
