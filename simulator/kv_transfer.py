@@ -2,8 +2,8 @@
 
 Bytes share links: a rank's link carries one hand-over after the other, at the sender and at the receiver, so the total
 rate is the link's and a burst queues. Orchestration (`setup_ms`) and descriptor work (per block) come on top: beside
-the transfer in push mode, on the decode worker's thread, where its next step waits, in pull mode. A hand-over starts when
-the decode rank has KV room for it; until then the prompt stays on the prefill rank, which so feels a full decode pool.
+the transfer in push mode, on the decode worker's thread, where its next step waits, in pull mode. A hand-over starts
+when the decode rank has KV room for it; until then the prompt stays on the prefill rank, which so feels a full pool.
 """
 
 from collections import deque

@@ -15,8 +15,9 @@ class Request:
     """One request as the front end sees it. Tokens are counts, `arrival_ns` integer nanoseconds.
 
     Prefix reuse is stated in one of three ways: `session` >= 0 with `reuse_tokens` (the leading tokens that are the
-    session's previous turn, or those of `prefix_session`, a session that begins alike), `hash_ids` (one id per `block_tokens` tokens of the prompt, equal ids
-    meaning equal blocks behind equal prefixes), or `cached_tokens` (what a measured run hit, replayed as it was).
+    session's previous turn, or those of `prefix_session`, a session that begins alike), `hash_ids` (one id per
+    `block_tokens` tokens of the prompt, equal ids meaning equal blocks behind equal prefixes), or `cached_tokens` (what
+    a measured run hit, replayed as it was).
     """
 
     id: int

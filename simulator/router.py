@@ -15,9 +15,11 @@ from rackplan.simulator.request import Request
 
 @dataclass(frozen=True, slots=True)
 class RankLoads:
-    """Read-only view of a pool for a router. `requests` (ranks,): queued or running; `tokens` (ranks,): what they still
-    ask for when they come, new prompt tokens and, where the pool decodes, output; `home`: the rank of a session's last
-    turn."""
+    """Read-only view of a pool for a router.
+
+    `requests` (ranks,): queued or running; `tokens` (ranks,): what they asked for when they came, new prompt tokens and,
+    where the pool decodes, output; `home`: the rank of a session's last turn.
+    """
 
     requests: np.ndarray
     tokens: np.ndarray
@@ -50,13 +52,16 @@ class LeastTokens:
 
 
 class PrefixAffinity:
-    """The rank with the fewest tokens to do before the request's first one: the session's home is spared its prefix,
-    and so is left only when the tokens queued there outweigh it."""
+    """The session's home, unless what is queued there outweighs its prefix; then the rank with the fewest tokens.
+
+    Leaving costs twice: the request waits for its prefix to be computed again, and so does all that comes behind it.
+    So home is left when its queue is longer by twice the prefix. A factor: routers make the weight an option.
+    """
 
     def choose(self, request: Request, loads: RankLoads) -> int:
         least = int(loads.tokens.argmin())
         home = loads.home.get(request.session, loads.home.get(request.prefix_session))
-        if home is None or loads.tokens[home] - request.reuse_tokens > loads.tokens[least]:
+        if home is None or loads.tokens[home] - loads.tokens[least] > 2 * request.reuse_tokens:
             return least
         return home
 

@@ -73,7 +73,7 @@ class SessionTree:
 
     @cached_property
     def turn_ends_s(self) -> list[np.ndarray]:
-        """By stream, when its turns end (turns,): delays capped, joined streams waited for, requests of nominal time."""
+        """By stream, when its turns end (turns,): delays capped, joins waited for, requests of nominal time."""
         ends: list[np.ndarray] = [np.empty(0)] * len(self.streams)
 
         def play(index: int, start_s: float) -> float:
@@ -98,14 +98,15 @@ class SessionTree:
 
 
 class _Run:
-    """One stream in play. `turn`: the next to send; `like`: the session that its first turn begins like; `joins`: joined
-    streams it waits for; `ready_ns`: None if busy."""
+    """One stream in play. `turn`: the next to send; `like`: the session that its first turn begins like; `joins`: the
+    streams it waits for; `awaited`: its parent waits for it; `ready_ns`: None if busy."""
 
-    __slots__ = ("joins", "like", "ready_ns", "session", "turn")
+    __slots__ = ("awaited", "joins", "like", "ready_ns", "session", "turn")
 
     def __init__(self, session: int, turn: int, like: int = -1) -> None:
         self.session, self.turn, self.like = session, turn, like
         self.joins = 0
+        self.awaited = False
         self.ready_ns: int | None = None
 
 
@@ -159,7 +160,8 @@ class SessionSource:
         out: list[Request] = []
         for child in lane.tree.spawned.get((index, run.turn), ()):
             out += self._start_stream(lane, child, now_ns)
-            run.joins += lane.tree.streams[child].joined
+            if lane.tree.streams[child].joined:
+                self._await(lane, index, child)
         run.turn += 1
         out += self._go_on(lane, index, now_ns)
         return out
@@ -177,11 +179,10 @@ class SessionSource:
         return [] if run.joins else self._end_stream(lane, index, now_ns)
 
     def _end_stream(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
-        stream = lane.tree.streams[index]
-        session = lane.runs.pop(index).session
+        stream, run = lane.tree.streams[index], lane.runs.pop(index)
         if stream.kind == "sub":
-            lane.idle_sessions.append(session)
-        if stream.joined and stream.spawned_by is not None:
+            lane.idle_sessions.append(run.session)
+        if run.awaited and stream.spawned_by is not None:
             parent = stream.spawned_by[0]
             lane.runs[parent].joins -= 1
             return self._go_on(lane, parent, now_ns)
@@ -249,8 +250,9 @@ class SessionSource:
         if not lane.runs:  # all was in flight
             self._resume(lane, 0, len(lane.tree.streams[0].turns) - 1, at_s)
         for index, run in lane.runs.items():
-            children = lane.tree.spawned.get((index, run.turn - 1), ())
-            run.joins = sum(c in lane.runs and lane.tree.streams[c].joined for c in children)
+            for child in lane.tree.spawned.get((index, run.turn - 1), ()):
+                if child in lane.runs and lane.tree.streams[child].joined:
+                    self._await(lane, index, child)
         for index in list(lane.runs):
             self._first += self._go_on(lane, index, 0)
 
@@ -263,6 +265,10 @@ class SessionSource:
         if turn:
             before = turns[turn - 1]
             self._primed.append((run.session, before.input_tokens + before.output_tokens))
+
+    def _await(self, lane: _Lane, parent: int, child: int) -> None:
+        lane.runs[parent].joins += 1
+        lane.runs[child].awaited = True
 
     def _prime_ended(self, lane: _Lane, stream: Stream) -> None:
         """A sub-agent that has ended left what it shares with later ones: once for as many as can run at once."""
