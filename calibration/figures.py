@@ -1,10 +1,12 @@
 """The published figures (data/published_figures.csv) by id, and the CPU side that follows from them alone."""
 
 import csv
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from rackplan.calibration.file import FittedCalibration
 from rackplan.engine import InputError
 
 FIGURES = Path(__file__).parent / "data" / "published_figures.csv"
@@ -26,6 +28,13 @@ class Figure(NamedTuple):
         """The number; the middle of a range 'a to b'."""
         parts = [float(x) for x in self.text.split(" to ")]
         return sum(parts) / len(parts)
+
+
+class Predictor(NamedTuple):
+    """`predict` gives a figure in its unit; `assumption` says what the figure left open."""
+
+    predict: Callable[[FittedCalibration], float]
+    assumption: str = ""
 
 
 @cache

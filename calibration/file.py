@@ -56,6 +56,7 @@ class CalibrationFile(_Part):
     `coefficient_intervals`: 90 % intervals of what was fitted (bootstrap, or the fit's curvature where rows are few).
     `older_engines`: by name, the coefficients of an engine before some fix, where they differ; `fixes`: prefill costs
     that later engines removed (EngineFix).
+    `profile_fixed_ms`: what profiles of exact batches hold beyond a served step, which is what is predicted.
     `target_sigma`, `draft_sigma`: log-normal skew of expert popularity. `notes`: what is carried or unidentified.
     """
 
@@ -71,6 +72,7 @@ class CalibrationFile(_Part):
     coefficient_intervals: dict[str, tuple[float, float]] = {}
     transfer: Transfer
     frontend_ms: float = Field(ge=0)
+    profile_fixed_ms: float = Field(0.0, ge=0)
     target_sigma: float = Field(ge=0)
     draft_sigma: float = Field(ge=0)
     measured: dict[str, MeasuredRange]
@@ -112,7 +114,7 @@ class FittedCalibration:
 
     def balancedness(self, deployment: Deployment, pool: Pool, tokens_per_rank: float) -> float:
         """Mean / max of routed tokens per GPU in a step. One popularity of experts serves prefill and decode alike,
-        as one text does; a model with random weights routes evenly (sigma 0), leaving only the chance of the draw."""
+        as one text does."""
         from rackplan.simulator.expert_load import expert_balancedness
 
         if pool.gpus_per_instance == 1 or tokens_per_rank <= 0:

@@ -1,7 +1,7 @@
 """Fits `h200-v2-lite` from the profiles in data/h200_dsv2lite. Run as `python -m rackplan.calibration.h200`.
 
-GPU coefficients come from exact batches (bench_forward) and, at a quarter of the weight, from decode steps seen in
-serving; the host's from the engine loop with async scheduling off; launch floors and the front end from serving.
+GPU coefficients come from exact batches (bench_forward) and decode steps seen in serving; the host's from the
+engine loop with async scheduling off; launch floors and the front end from serving.
 docs/model/calibration.md says why.
 """
 
@@ -18,16 +18,31 @@ from rackplan.calibration.figures import cpu_side
 from rackplan.calibration.file import CalibrationFile, FitError, MeasuredRange, Transfer
 from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, solve, summarise
 from rackplan.calibration.physics import Coefficients, PhysicalCost
-from rackplan.calibration.served import ServedRun, decode_intervals_ms, frontend_ms, prompt_steps_ms, read_served
-from rackplan.engine import gpu_spec
+from rackplan.calibration.served import (
+    ServedRun,
+    decode_intervals_ms,
+    frontend_ms,
+    launch_floors_ms,
+    prompt_steps,
+    read_served,
+)
+from rackplan.engine import Deployment, gpu_spec, parse_deployment
 
 DATA = Path(__file__).parent / "data"
 PROFILES = DATA / "h200_dsv2lite"
+SERVED_RUNS = {rate: PROFILES / f"bench_serve_agg8192_{rate}_2048x256.json.gz" for rate in ("r4", "r12")}
+SOURCES = (
+    "bench_forward_1gpu.csv",
+    "bench_forward_dep2.csv",
+    "engine_loop_steps_1gpu.csv",
+    *(path.name for path in SERVED_RUNS.values()),
+)
 MODEL, GPU = "deepseek-v2-lite", "h200"
 SERVED_WEIGHT = 0.25
-"""A decode step in serving is 6 to 9 % shorter than the same exact batch (real routing touches fewer experts than the
-balanced routing of dummy batches, and the run adds work of its own); the client's clock is the weaker witness."""
-SERVED_CONTEXT = 2048 + 256 // 2
+"""Served rows lie close together, at one context and one prompt length: four count as one exact batch."""
+SERVED_PROMPT = 2048
+SERVED_CONTEXT = SERVED_PROMPT + 256 // 2
+CAPTURED_TOKENS = 512
 LOOP_CONTEXTS = (512, 2048)
 """The loop's requests share one cached prompt; past 2,048 tokens reading it together is cheaper than in serving."""
 
@@ -44,14 +59,19 @@ UNKNOWNS = {
     "prefill_pair_ms": Unknown(3e-7, 1e-8, 1e-5),
     "prefill_context_ms": Unknown(5e-4, 0, 1e-2),
     "prefill_chunk_ms": Unknown(1.0, 0, 20),
+    "routing_sigma": Unknown(0.5, 0.01, 3),
 }
+PROFILE_ONLY = {"profile_fixed_ms": Unknown(0.3, 0, 5)}
+"""An exact batch holds a constant that a served step of the same batch does not."""
+ALL_UNKNOWNS = UNKNOWNS | PROFILE_ONLY
 ASSUMED = {"dense_read_efficiency": 0.8}
 """Reading the dense weights is a constant here (0.7 ms): `step_fixed_ms` takes what this prior leaves."""
 NOTES = (
-    "Random weights route almost evenly: expert skew is 0.",
+    "Served decode steps are shorter than exact batches: by a constant, which a single request shows, and by fewer "
+    "experts touched. Exact batches route evenly; served ones are read as skewed, and so are all that is predicted.",
     "DP sync and admission are carried from the published GB300 figures F40, F41, F51; not measured here.",
     "KV transfer is unidentified: set-up from a CPU prototype over TCP (36 ms a transfer), link speed a prior of 60 %.",
-    "Decode steps in serving run 6 to 9 % below exact batches of up to 32 requests; the fit lies between the two.",
+    "Launches of eager steps took 55 to 100 ms within one run, as another server shared the CPU; the mean is kept.",
     "With async scheduling off, prefills after 16,384 cached tokens or more took up to 15 % longer than their GPU time "
     "and host work; unexplained, not in the fit.",
     "Prefill beyond 16,384 new tokens in one chunk is under-predicted by 6 %: causal pairs cost more than cached ones.",
@@ -60,14 +80,14 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measured GPU time. `metric`: the error summary that it counts in."""
+    """One measured GPU time. `metric`: the error summary that it counts in; `served`: seen in serving."""
 
     id: str
     metric: str
     dep: int
     batch: Batch
     measured_ms: float
-    weight: float = 1.0
+    served: bool = False
 
 
 def profile_rows() -> list[Row]:
@@ -105,7 +125,7 @@ def served_rows(intervals_ms: dict[int, float]) -> list[Row]:
             dep=1,
             batch=Batch(decodes=b, context_tokens=SERVED_CONTEXT),
             measured_ms=ms,
-            weight=SERVED_WEIGHT,
+            served=True,
         )
         for b, ms in intervals_ms.items()
     ]
@@ -116,34 +136,42 @@ _NO_HOST = {"host_step_ms": 0.0, "ring_hop_ms": 0.0, "doubling_round_ms": 0.0, "
 
 
 def predict_ms(values: dict[str, float], rows: list[Row]) -> np.ndarray:
-    """GPU time of each row, ms, at these coefficients."""
-    coefficients = Coefficients.model_validate({**_NO_HOST, **ASSUMED, **values})
-    costs = {dep: PhysicalCost(coefficients, *_POOLS[dep]) for dep in {r.dep for r in rows}}
-    return np.array([sum(gpu_terms_ms(costs[r.dep], r.batch, dep=r.dep).values()) for r in rows])
+    """GPU time of each row, ms, at these coefficients and PROFILE_ONLY's: exact batches have its constant and route
+    evenly."""
+    served = {**_NO_HOST, **ASSUMED, **{k: v for k, v in values.items() if k not in PROFILE_ONLY}}
+    kinds = {True: served, False: {**served, "routing_sigma": 0.0}}
+    costs = {
+        (dep, kind): PhysicalCost(Coefficients.model_validate(kinds[kind]), *_POOLS[dep])
+        for dep, kind in {(r.dep, r.served) for r in rows}
+    }
+    gpu = np.array([sum(gpu_terms_ms(costs[r.dep, r.served], r.batch, dep=r.dep).values()) for r in rows])
+    return gpu + np.array([0.0 if r.served else values["profile_fixed_ms"] for r in rows])
 
 
 def error_pct(values: dict[str, float], rows: list[Row]) -> np.ndarray:
     return (predict_ms(values, rows) / np.array([r.measured_ms for r in rows]) - 1) * 100
 
 
-def fit_gpu(rows: list[Row], unknowns: dict[str, Unknown] = UNKNOWNS) -> Solution:
+def fit_gpu(rows: list[Row], start: dict[str, float] | None = None) -> Solution:
     measured = np.array([r.measured_ms for r in rows])
-    weight = np.sqrt([r.weight for r in rows])
+    unknowns = {k: u._replace(start=start[k] or u.start) for k, u in ALL_UNKNOWNS.items()} if start else ALL_UNKNOWNS
+    weight = np.sqrt([SERVED_WEIGHT if r.served else 1.0 for r in rows])
     return solve(unknowns, lambda values: weight * (predict_ms(values, rows) / measured - 1))
 
 
 def holdout_pct(rows: list[Row], values: dict[str, float]) -> dict[str, list[float]]:
-    """Errors by metric when every row's context, then every row's batch, is left out of the fit."""
+    """Errors by metric when every row's context, then every row's batch, is left out of the fit. Served rows have one
+    context, without which nothing would tell how serving routes; they are left out by batch alone."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         b = row.batch
-        groups[("context", b.chunks, b.cached_tokens, b.context_tokens)].append(i)
+        if not row.served:
+            groups[("context", b.chunks, b.cached_tokens, b.context_tokens)].append(i)
         groups[("batch", b.new_tokens, b.decodes)].append(i)
-    start = {k: u._replace(start=values[k] or u.start) for k, u in UNKNOWNS.items()}
     errors: dict[str, list[float]] = defaultdict(list)
     for left_out in groups.values():
         kept = [r for i, r in enumerate(rows) if i not in set(left_out)]
-        refit = fit_gpu(kept, start).values
+        refit = fit_gpu(kept, values).values
         for i, error in zip(left_out, error_pct(refit, [rows[i] for i in left_out]), strict=True):
             errors[rows[i].metric].append(float(error))
     return errors
@@ -151,7 +179,8 @@ def holdout_pct(rows: list[Row], values: dict[str, float]) -> dict[str, list[flo
 
 def _one_token_experts_ms(values: dict[str, float], batch: Batch) -> float:
     """GPU time of a decode batch whose requests are all alike and so choose the experts of one token."""
-    cost = PhysicalCost(Coefficients.model_validate({**_NO_HOST, **ASSUMED, **values}), *_POOLS[1])
+    own = {k: v for k, v in values.items() if k in UNKNOWNS}
+    cost = PhysicalCost(Coefficients.model_validate({**_NO_HOST, **ASSUMED, **own}), *_POOLS[1])
     terms = gpu_terms_ms(cost, batch, dep=1)
     alone = gpu_terms_ms(cost, Batch(decodes=1, context_tokens=batch.context_tokens), dep=1)
     return sum(terms.values()) - terms["moe"] + alone["moe"]
@@ -195,6 +224,7 @@ class Fit:
     """All that is found: coefficients by name, the front end's ms, the GPU solution and its rows, host errors in %."""
 
     coefficients: dict[str, float]
+    profile_fixed_ms: float
     frontend_ms: float
     rows: list[Row]
     gpu: Solution
@@ -202,7 +232,13 @@ class Fit:
 
 
 def served_runs() -> list[ServedRun]:
-    return [read_served(PROFILES / f"bench_serve_agg8192_{r}_2048x256.json.gz") for r in ("r4", "r12")]
+    return [read_served(path) for path in SERVED_RUNS.values()]
+
+
+def served_deployment() -> Deployment:
+    """What the served runs ran on: one GPU, chunks of 8,192 tokens, 512 sequences, async scheduling."""
+    pool = {"role": "aggregated", "instances": 1, "dep": 1, "max_num_batched_tokens": 8192, "max_num_seqs": 512}
+    return parse_deployment({"model": MODEL, "gpu": GPU, "pools": [pool]})
 
 
 def all_rows() -> list[Row]:
@@ -217,11 +253,17 @@ def fit() -> Fit:
     rows = profile_rows() + served_rows(intervals)
     gpu = fit_gpu(rows)
     host, host_pct = fit_host(gpu.values)
-    piecewise, eager = prompt_steps_ms(PROFILES / "iterations_agg8192_r4_r12.csv.gz", intervals, captured_tokens=512)
+    steps = [prompt_steps(run, SERVED_PROMPT) for run in runs]
+    piecewise, eager = launch_floors_ms(steps, CAPTURED_TOKENS)
     floors = {"piecewise_floor_ms": piecewise, "eager_floor_ms": eager}
-    coefficients = {**cpu_side(), **ASSUMED, **gpu.values, **host, **floors}
+    own = {k: v for k, v in gpu.values.items() if k in UNKNOWNS}
     return Fit(
-        coefficients=coefficients, frontend_ms=frontend_ms(runs), rows=rows, gpu=gpu, host_pct=host_pct
+        coefficients={**cpu_side(), **ASSUMED, **own, **host, **floors},
+        profile_fixed_ms=gpu.values["profile_fixed_ms"],
+        frontend_ms=frontend_ms(steps),
+        rows=rows,
+        gpu=gpu,
+        host_pct=host_pct,
     )
 
 
@@ -237,16 +279,17 @@ def build() -> CalibrationFile:
         engine_version="vLLM 0.33.0",
         date="2026-11-29",
         command="python -m rackplan.calibration.h200",
-        sources=tuple(f"data/h200_dsv2lite/{p.name}" for p in sorted(PROFILES.iterdir())),
+        sources=tuple(f"data/h200_dsv2lite/{name}" for name in SOURCES),
         rows=tuple(r.id for r in found.rows),
         coefficients=Coefficients.model_validate(found.coefficients),
-        coefficient_intervals=bootstrap_intervals(found.gpu, UNKNOWNS),
+        coefficient_intervals=bootstrap_intervals(found.gpu, ALL_UNKNOWNS),
         # The wire runs at half of NVLink's two directions, 60 % of it used: a prior, as is the set-up (see NOTES).
         transfer=Transfer(
             setup_ms=36.0, per_block_ms=0.02, gb_per_s=0.6 * gpu_spec(GPU).nvlink_gb_s / 2, block_tokens=16
         ),
         frontend_ms=found.frontend_ms,
-        target_sigma=0.0,
+        profile_fixed_ms=found.profile_fixed_ms,
+        target_sigma=found.coefficients["routing_sigma"],
         draft_sigma=0.0,
         measured={"decode": decode, "prefill": prefill},
         errors=_errors(found.rows, found.gpu.values, found.host_pct),

@@ -8,7 +8,9 @@ outside the measured range still scales as the hardware does. Equations and limi
 import math
 from functools import lru_cache
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
+from scipy.special import ndtri
 
 from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
 from rackplan.simulator.cost import FloatArray, SharedTime
@@ -41,6 +43,8 @@ class Coefficients(BaseModel):
     moe_read_efficiency: float = Field(gt=0, le=1.5)
     moe_flop_efficiency: float = Field(gt=0, le=1.5)
     roofline_sharpness: float = Field(4.0, ge=1)
+    # log-normal skew of the experts' popularity: skewed tokens touch fewer experts; 0 is even
+    routing_sigma: float = Field(0.0, ge=0)
     link_efficiency: float = Field(1.0, gt=0, le=1.5)
     comm_fixed_ms: float = Field(0.0, ge=0)
     comm_rank_ms: float = Field(0.0, ge=0)
@@ -79,9 +83,23 @@ def padded_tokens(tokens: int, capture_limit: int) -> int:
     return min(-(-tokens // 16) * 16, capture_limit)
 
 
-def experts_touched(tokens: float, experts: int, top_k: int) -> float:
-    """Expected number of experts that at least one of `tokens` chooses, under even routing."""
-    return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
+@lru_cache(maxsize=256)
+def _choice_shares(experts: int, top_k: int, sigma: float) -> np.ndarray:
+    """Chance that a token chooses each expert (experts,), adding up to `top_k`: log-normal weights, none above 1."""
+    weights = np.exp(sigma * ndtri((np.arange(experts) + 0.5) / experts))
+    sure = np.zeros(experts, dtype=bool)
+    while True:
+        shares = np.where(sure, 1.0, weights * (top_k - sure.sum()) / weights[~sure].sum())
+        if not (shares > 1.0).any():
+            return shares
+        sure |= shares >= 1.0
+
+
+def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0) -> float:
+    """Expected number of experts that at least one of `tokens` chooses; `sigma`: skew of their popularity."""
+    if sigma == 0.0:
+        return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
+    return float((1.0 - (1.0 - _choice_shares(experts, top_k, sigma)) ** tokens).sum())
 
 
 class PhysicalCost:
@@ -108,8 +126,10 @@ class PhysicalCost:
         )
         self._context_ms = m.decode_kv_read_bytes_per_context_token / pool.tp / (hbm_bytes_ms * c.kv_read_efficiency)
         queries_ms = (1 + self.drafts) * c.decode_query_ms / pool.tp
-        self._request_ms = c.decode_request_ms + queries_ms + m.decode_kv_read_bytes_per_sequence / pool.tp / (
-            hbm_bytes_ms * c.kv_read_efficiency
+        self._request_ms = (
+            c.decode_request_ms
+            + queries_ms
+            + m.decode_kv_read_bytes_per_sequence / pool.tp / (hbm_bytes_ms * c.kv_read_efficiency)
         )
         self._pair_ms = (c.prefill_pair_ms + sum(f.per_pair_ms for f in fixes_off)) / pool.tp
         self._replay_layers = max(0, m.replay_layers - sum(f.full_layers for f in fixes_off))
@@ -190,7 +210,7 @@ class PhysicalCost:
         if tokens <= 0 or layers <= 0:
             return 0.0, 0.0
         m, g, c = self.model, self.gpu, self.c
-        touched = experts_touched(tokens, m.routed_experts, m.top_k) / self.width
+        touched = experts_touched(tokens, m.routed_experts, m.top_k, c.routing_sigma) / self.width
         read_ms = layers * touched * m.bytes_per_routed_expert / (g.hbm_tb_s * 1e9 * c.moe_read_efficiency)
         flops = tokens * m.top_k / self.width * self._expert_flops()
         flop_ms = layers * flops / (self._flop_rate("fp4") * c.moe_flop_efficiency)

@@ -41,6 +41,7 @@ def _carried() -> Coefficients:
     base = calibration_file("gb300-v4.1-flash").coefficients
     return base.model_copy(
         update={
+            "routing_sigma": 0.0,
             "all_to_all": False,
             "dispatch_bytes": DISPATCH_BYTES_FP16 * fit_value("F65"),
             "combine_bytes": 2.0,

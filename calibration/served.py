@@ -1,10 +1,9 @@
-"""What a `vllm bench serve --save-detailed` run and its engine's iteration log tell of step times in serving.
+"""What a `vllm bench serve --save-detailed` run tells of step times in serving.
 
 With async scheduling the engine logs no step times, but the client has every token's: between arrivals, tokens of one
-request come a step apart. What decode steps leave of a fully busy second belongs to the steps that held prompts.
+request come a step apart, and around a prompt they tell how long its step took to launch.
 """
 
-import csv
 import gzip
 import json
 from collections import defaultdict
@@ -58,42 +57,50 @@ def decode_intervals_ms(runs: list[ServedRun]) -> dict[int, float]:
     return {b: float(np.median(v)) for b, v in sorted(seen.items()) if len(v) >= MIN_WINDOWS}
 
 
-def prompt_steps_ms(iterations: Path, decode_ms: dict[int, float], captured_tokens: int) -> tuple[float, float]:
-    """Mean time of a step that holds prompt tokens: (within the captured graph sizes, past them), ms.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSteps:
+    """Steps that held a request's last prompt tokens while others decoded, as one run's client saw them.
 
-    Counts fully busy seconds of the log: 1,000 ms less the decode steps at their measured times.
+    Under async scheduling the host begins a step, launches it, waits for the step before and hands on its tokens; so
+    the tokens of two steps leave a launch apart, and a prompt's first token leaves after the next step's launch.
+    `new_tokens`: most prompt tokens of one request in the step; `launch_ms`: between the deliveries around its launch;
+    `seen_ms`: from arrival to the middle of the interval in which the host had to see the request, by request.
     """
-    batches, times = np.array(list(decode_ms)), np.array(list(decode_ms.values()))
-    left: dict[tuple[str, str], float] = defaultdict(lambda: 1000.0)
-    small: dict[tuple[str, str], int] = defaultdict(int)
-    large: dict[tuple[str, str], int] = defaultdict(int)
-    edges: dict[str, list[int]] = {}
-    for row in csv.DictReader(gzip.decompress(iterations.read_bytes()).decode().splitlines()):
-        key, running = (row["run"], row["second"]), int(row["generation_requests"])
-        edges.setdefault(row["run"], [int(row["second"]), 0])[1] = int(row["second"])
-        if not int(row["context_requests"]):
-            left[key] -= float(np.interp(running, batches, times))
-        elif int(row["context_tokens"]) + running <= captured_tokens:
-            small[key] += 1
-        else:
-            large[key] += 1
-    whole = [k for k in set(left) | set(small) | set(large) if int(k[1]) not in edges[k[0]]]
-    quiet = [k for k in whole if small[k] and not large[k]]
-    piecewise = sum(left[k] for k in quiet) / sum(small[k] for k in quiet)
-    busy = [k for k in whole if large[k]]
-    eager = sum(left[k] - piecewise * small[k] for k in busy) / sum(large[k] for k in busy)
-    return piecewise, eager
+
+    new_tokens: np.ndarray
+    launch_ms: np.ndarray
+    seen_ms: np.ndarray
 
 
-def frontend_ms(runs: list[ServedRun]) -> float:
-    """Median of what TTFT holds beyond the engine: an arrival during step n runs in step n + 2, as step n + 1 is
-    already scheduled. Step ends are the moments at which running requests get their tokens."""
-    left: list[np.ndarray] = []
-    for run in runs:
-        delivered = np.sort(np.concatenate([t[2:] for t in run.token_s]))
-        step_end = delivered[np.concatenate([[True], np.diff(delivered) > SAME_STEP_S])]
-        running = np.searchsorted(step_end, run.start_s)
-        inside = (running > 0) & (running + 2 < len(step_end))
-        engine_s = step_end[np.minimum(running + 2, len(step_end) - 1)] - run.start_s
-        left.append((run.ttft_s - engine_s)[inside])
-    return float(np.median(np.concatenate(left)) * 1e3)
+def prompt_steps(run: ServedRun, prompt_tokens: int) -> PromptSteps:
+    """`prompt_tokens`: prompt length of the run's requests."""
+    delivered = np.sort(np.concatenate(run.token_s))
+    step_s = delivered[np.concatenate([[True], np.diff(delivered) > SAME_STEP_S])]
+    first = np.array([t[0] for t in run.token_s])
+    last = np.array([t[-1] for t in run.token_s])
+    steps: dict[int, tuple[int, float]] = {}
+    seen_ms = []
+    for start, own, cached in zip(run.start_s, first, run.cached_tokens, strict=True):
+        at = int(np.searchsorted(step_s, own, side="right")) - 1
+        if at < 3 or not ((first < step_s[at - 3]) & (last > own)).any():
+            continue  # nobody was decoding: no delivery tells when the host began
+        new = max(steps[at][0] if at in steps else 0, prompt_tokens - int(cached))
+        steps[at] = new, (step_s[at - 1] - step_s[at - 2]) * 1e3
+        seen_ms.append(((step_s[at - 3] + step_s[at - 2]) / 2 - start) * 1e3)
+    new_tokens, launch_ms = np.array(list(steps.values())).reshape(-1, 2).T
+    return PromptSteps(new_tokens=new_tokens, launch_ms=launch_ms, seen_ms=np.array(seen_ms))
+
+
+def launch_floors_ms(steps: list[PromptSteps], captured_tokens: int) -> tuple[float, float]:
+    """Mean launch of a step with prompt tokens: (within the captured graph sizes, past them), ms. Means, as they keep
+    the time that is lost in all."""
+    new = np.concatenate([s.new_tokens for s in steps])
+    launch = np.concatenate([s.launch_ms for s in steps])
+    eager = new > captured_tokens
+    return float(launch[~eager].mean()), float(launch[eager].mean())
+
+
+def frontend_ms(steps: list[PromptSteps]) -> float:
+    """Time between client and engine in both directions. A request is seen at the first step that the host begins
+    after it came; over many, that is half a step's interval later."""
+    return float(np.median(np.concatenate([s.seen_ms for s in steps])))

@@ -1,13 +1,12 @@
 """Fit and check errors of a calibration, row by row: what it was fitted to, and what it was not shown."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from rackplan.calibration import h200, published, published_v3
+from rackplan.calibration import h200, published, published_v3, replay
 from rackplan.calibration.batch import Batch, deployment_of
-from rackplan.calibration.figures import figures, fit_value
+from rackplan.calibration.figures import Predictor, figures, fit_value
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.published import ALL_FIXES, EPLB_REDUNDANT, Setting, gain_pct, terms_ms
@@ -25,13 +24,6 @@ STEP_ASSUMPTION = (
 )
 V3_H200_PREFILL_TOK_S = 7020
 """FP8, EP16, 2K prompts, per GPU: public results of the same authors as F66."""
-
-
-class Predictor(NamedTuple):
-    """`predict` gives a row in the unit of its figure; `assumption` says what the figure left open."""
-
-    predict: Callable[[FittedCalibration], float]
-    assumption: str = ""
 
 
 def _decode_step_ms(calibration: FittedCalibration, dep: int, algorithm: str, older: str | None = None) -> float:
@@ -91,21 +83,34 @@ CHECKS: dict[str, dict[str, Predictor]] = {
         "F39": Predictor(_gpu_saved_ms, STEP_ASSUMPTION),
         "F42": Predictor(lambda c: _decode_step_ms(c, 32, "ring"), STEP_ASSUMPTION),
         "F43": Predictor(lambda c: _decode_step_ms(c, 32, "recursive_doubling"), STEP_ASSUMPTION),
+        **replay.PUBLISHED,
     },
     "gb200-v3": {"F61": Predictor(_gb200_over_h200, "the middle of the range; H200 at F66 and 7,020 tok/s/GPU")},
 }
-"""Closed-form check rows by calibration. Rows that need a simulation are given to `validate` as `simulated`."""
+"""Check rows by calibration; those of replay.py are simulated, the others closed forms."""
+
+HELD_OUT = {"decode": ("F37", "F38", "F42", "F43"), "prefill": ("F14", "F16", "F19", "F20")}
+"""Check rows that are a step time or a throughput: no fit saw them, so they count among their pool's hold-out."""
 
 
-def validate(name: str, simulated: Mapping[str, Predictor] | None = None) -> dict[str, Any]:
+def held_out_pct(calibration: FittedCalibration) -> dict[str, list[float]]:
+    """Signed errors, %, of the check rows by pool."""
+    checks = CHECKS[calibration.name]
+    return {
+        p: [_figure_row(id, checks[id].predict(calibration))["error_pct"] for id in ids] for p, ids in HELD_OUT.items()
+    }
+
+
+def validate(name: str) -> dict[str, Any]:
     """{"name", "rows": [{"id", "what", "unit", "measured", "predicted", "error_pct", "role"}], "summary"}.
 
-    `simulated`: more check rows by figure id. Errors are signed, %; the summary holds medians of their magnitudes.
-    Raises InputError for an unknown name.
+    Errors are signed, %; the summary holds medians of their magnitudes. Simulates: some 20 s of CPU for
+    gb300-v4.1-flash, seconds for the others. Raises InputError for an unknown name.
     """
     calibration = load_calibration(name)
-    rows = _profile_rows(calibration) if calibration.file.gpu == h200.GPU else _fit_rows(calibration)
-    checks = {**CHECKS.get(calibration.name, {}), **(simulated or {})}
+    measured_here = calibration.file.gpu == h200.GPU
+    rows = _profile_rows(calibration) + _served_rows(calibration) if measured_here else _fit_rows(calibration)
+    checks = CHECKS.get(calibration.name, {})
     rows += [_figure_row(id, p.predict(calibration), p.assumption) for id, p in sorted(checks.items())]
     return {"name": name, "rows": rows, "summary": _summary(rows)}
 
@@ -113,10 +118,22 @@ def validate(name: str, simulated: Mapping[str, Predictor] | None = None) -> dic
 def _profile_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     found = calibration.coefficients.model_dump()
     measured = h200.all_rows()
-    predicted = h200.predict_ms({k: found[k] for k in (*h200.UNKNOWNS, *h200.ASSUMED)}, measured)
+    values = {k: found[k] for k in h200.UNKNOWNS} | {"profile_fixed_ms": calibration.file.profile_fixed_ms}
+    predicted = h200.predict_ms(values, measured)
     return [
         _row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)
     ]
+
+
+def _served_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+    """Replays of the served runs. They are fit rows: launch floors, front end and decode steps came from them."""
+    rows = []
+    for rate, path in h200.SERVED_RUNS.items():
+        for m in replay.replay_served(path, h200.served_deployment(), calibration):
+            what = f"served run {rate}, arrivals as recorded: {m.name}"
+            id = f"serve_{rate}_{m.name.replace(' ', '_').lower()}"
+            rows.append(_row(id, what, m.unit, m.measured, m.predicted, "fit"))
+    return rows
 
 
 def _fit_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:

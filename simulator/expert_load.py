@@ -5,9 +5,11 @@ lognormal with one skew parameter per model part (target, draft), fitted to a ba
 EPLB makes of it is then predicted. docs/model/expert_load.md has the equations, their sources and limits.
 """
 
+import json
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.resources import files
 
 import numpy as np
 from scipy.optimize import brentq
@@ -19,6 +21,8 @@ FloatArray = np.ndarray
 
 SEED = 0
 """Popularity and routing draws belong to the model, not to a run: the same for every deployment and run seed."""
+LONG_WINDOW_STEPS = 500
+"""From here on a window measures loads to within what a step draws."""
 MAX_SIGMA = 6.0
 """Past it every token of a layer chooses the same top_k experts: balancedness changes no more."""
 _SAMPLED_STEPS = 16
@@ -110,6 +114,9 @@ def expert_balancedness(
         raise InputError(f"eplb.redundant_experts={redundant_experts} has no effect without EPLB; enable it or set 0")
     if not 0 < tokens_per_gpu < math.inf:
         raise InputError(f"tokens_per_gpu={tokens_per_gpu}: must be more than 0")
+    if not drift_per_step and window_steps >= LONG_WINDOW_STEPS:
+        # What was measured stays true: neither the age of a placement nor more than a long window changes it.
+        window_steps, interval_steps = LONG_WINDOW_STEPS, LONG_WINDOW_STEPS
     balancing = Balancing(redundant_experts=redundant_experts, window_steps=window_steps, interval_steps=interval_steps)
     return _interpolated(load, gpus, balancing if eplb else None, tokens_per_gpu)
 
@@ -167,7 +174,29 @@ def _interpolated(load: ExpertLoad, gpus: int, balancing: Balancing | None, toke
 
 @lru_cache(maxsize=4096)
 def _at_bucket(load: ExpertLoad, gpus: int, balancing: Balancing | None, bucket: int) -> float:
-    """Mean balancedness of sampled steps of 2^(bucket / 2) tokens."""
+    """Mean balancedness of sampled steps of 2^(bucket / 2) tokens: tabulated where it is, else sampled now."""
+    known = _tabulated().get(table_key(load, gpus, balancing), {}).get(str(bucket))
+    return sample_balancedness(load, gpus, balancing, bucket) if known is None else known
+
+
+@cache
+def _tabulated() -> dict[str, dict[str, float]]:
+    """What bench/tabulate_balancedness.py sampled before, so that a plan need not wait for it."""
+    return json.loads((files("rackplan.simulator") / "data" / "balancedness.json").read_text())
+
+
+def table_key(load: ExpertLoad, gpus: int, balancing: Balancing | None) -> str:
+    """One row of the table: everything that balancedness depends on but the tokens."""
+    eplb = "off" if balancing is None else f"{balancing.redundant_experts}+{balancing.window_steps}"
+    age = f"{balancing.mean_age_steps:g}" if balancing and load.drift_per_step else "0"
+    return (
+        f"{load.experts}/{load.top_k}/{load.layers}/{load.skew_sigma!r}/{load.drift_per_step!r}/{load.seed}"
+        f"/{gpus}/{eplb}/{age}"
+    )
+
+
+def sample_balancedness(load: ExpertLoad, gpus: int, balancing: Balancing | None, bucket: int) -> float:
+    """Mean balancedness of sampled steps of 2^(bucket / 2) tokens over all GPUs. Some 50 ms for a large model."""
     tokens = round(2 ** (bucket / _BUCKETS_PER_OCTAVE))
     rng = np.random.default_rng([load.seed, tokens])
     placement, age_steps = _place(load, gpus, balancing, tokens, rng)

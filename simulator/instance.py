@@ -77,6 +77,9 @@ class Instance:
         self._busy_ranks: set[int] = set()  # ranks with waiting or partly prefilled requests
         self._blocked: dict[int, str] = {}
         self._ends: np.ndarray | None = None  # of the run of steps that an arrival may cut
+        self._begins: np.ndarray | None = None  # when the host begins each of them: what comes before is in it
+        self._lead_ms = 0.0  # how far the host is ahead of the GPU
+        self._outputs: list[tuple[Sequence, bool]] = []  # first tokens and ends (True) of the last step
         self._wake: simpy.Event | None = None
         self._extra_host_ms = 0.0
         self.start_measuring()
@@ -109,12 +112,12 @@ class Instance:
         self._held[rank] += tokens
         self.kv_loading += 1
         if self._ends is not None and self._room(rank, self._step + len(self._ends)) < 0:
-            self._cut_run(1)
+            self._cut_run()
 
     def charge_host_ms(self, ms: float) -> None:
         """Work put on the worker's thread from outside; the next step waits for it."""
         self._extra_host_ms += ms
-        self._cut_run(1)
+        self._cut_run()
 
     def prime(self, rank: int, request: Request) -> None:
         """Put the whole prompt of `request` into a rank's prefix cache, at no cost."""
@@ -136,25 +139,47 @@ class Instance:
 
     # -- the process ---------------------------------------------------------------------------------------------
     def _live(self) -> Generator[simpy.Event, Any, None]:
-        previous_start = 0
         while True:
             self._preempt_for_growth()
-            plans = self._plan(previous_start if self.pool.async_scheduling else self.env.now)
+            plans = self._plan(int(self.env.now) - round(self._lead_ms * NS_PER_MS))
             if not plans and not self._running:
-                plans = self._plan(self.env.now + 1)  # nothing runs: all that is here is seen
+                self._lead_ms = 0.0
+                self._deliver(0)
+                plans = self._plan(int(self.env.now) + 1)  # nothing runs: all that is here is seen
             if not plans and not self._running:
                 yield from self._wait_for_work()
-                previous_start = self.env.now + 1
                 continue
             times = self._time(plans)
+            self._deliver(round(times.delivery_ms * NS_PER_MS))
             wall_ns = np.maximum(1, np.rint(times.wall_ms * NS_PER_MS)).astype(np.int64)
             ends = self.env.now + np.cumsum(wall_ns)
-            previous_start = self.env.now
-            steps = yield from self._pass(ends)
-            if steps > 1:
-                previous_start = int(ends[steps - 2])
+            begins = ends - wall_ns - np.rint(times.lead_ms * NS_PER_MS).astype(np.int64)
+            steps = yield from self._pass(begins, ends)
+            self._lead_ms = float(times.next_lead_ms[steps - 1])
             self._book(plans, times.first(steps), wall_ns[:steps])
             self._commit(plans, steps)
+
+    def _deliver(self, delay_ns: int) -> None:
+        """Hand on what the last step made: with async scheduling the host looks at it once the next is launched."""
+        outputs, self._outputs = self._outputs, []
+        for seq, ended in outputs:
+            if seq.first_token_ns < 0 and self.pool.role != "prefill":
+                seq.first_token_ns = self.env.now + delay_ns
+            if not ended:
+                continue
+            if not delay_ns:
+                self._hand_on(seq)
+                continue
+            event = self.env.timeout(delay_ns, value=seq)
+            assert event.callbacks is not None
+            event.callbacks.append(lambda e: self._hand_on(e.value))
+
+    def _hand_on(self, seq: Sequence) -> None:
+        if self.pool.role == "prefill":
+            seq.prefill_done_ns = self.env.now
+            self.on_prefilled(seq, self)  # its KV stays held until `release`
+        else:
+            self.on_finished(seq, self)
 
     def _wait_for_work(self) -> Generator[simpy.Event, Any, None]:
         self._idle_since = self.env.now
@@ -163,19 +188,19 @@ class Instance:
         self._wake = None
         self._book_idle()
 
-    def _pass(self, ends: np.ndarray) -> Generator[simpy.Event, Any, int]:
+    def _pass(self, begins: np.ndarray, ends: np.ndarray) -> Generator[simpy.Event, Any, int]:
         """Let the steps pass; an arrival cuts them short. Returns how many were run."""
         if len(ends) == 1:
             yield self.env.timeout(int(ends[0]) - self.env.now)
             return 1
-        self._ends = ends
+        self._begins, self._ends = begins, ends
         while True:
             try:
                 yield self.env.timeout(int(self._ends[-1]) - self.env.now)
             except simpy.Interrupt:  # the run is shorter by now
                 continue
             steps = len(self._ends)
-            self._ends = None
+            self._begins = self._ends = None
             return steps
 
     def _stir(self, rank: int, kv_loaded: bool) -> None:
@@ -184,19 +209,25 @@ class Instance:
             if not self._wake.triggered:
                 self._wake.succeed()
         elif not self._is_blocked(rank, kv_loaded):
-            self._cut_run(2 if self.pool.async_scheduling else 1)
+            self._cut_before_next_begin()
 
     def _is_blocked(self, rank: int, kv_loaded: bool) -> bool:
         """Can a request that comes to `rank` not start before another ends? One that has its KV needs no more of it."""
         reason = self._blocked.get(rank)
         return reason is not None and not (kv_loaded and reason == "kv_full")
 
-    def _cut_run(self, steps_from_now: int) -> None:
-        """End the run of steps under way with the current step (1) or the one after it (2)."""
-        if self._ends is None:
-            return
-        steps = int(np.searchsorted(self._ends, self.env.now, side="right")) + steps_from_now
-        if steps < len(self._ends):
+    def _cut_run(self) -> None:
+        """End the run of steps under way with the current step."""
+        if self._ends is not None:
+            self._keep(int(np.searchsorted(self._ends, self.env.now, side="right")) + 1)
+
+    def _cut_before_next_begin(self) -> None:
+        """End the run of steps under way before the first step that the host has not begun yet."""
+        if self._begins is not None:
+            self._keep(int(np.searchsorted(self._begins, self.env.now, side="right")))
+
+    def _keep(self, steps: int) -> None:
+        if self._ends is not None and steps < len(self._ends):
             self._ends = self._ends[:steps]
             self._process.interrupt()
 
@@ -280,7 +311,7 @@ class Instance:
         steps = self._steps_ahead(plans)
         self._extra_host_ms = 0.0
         balancedness = self.model.balancedness(float(step_tokens.sum()) / n)
-        return time_steps(cost, load, steps, balancedness, self.pool.async_scheduling)
+        return time_steps(cost, load, steps, balancedness, self.pool.async_scheduling, self._lead_ms)
 
     # -- what a step did -----------------------------------------------------------------------------------------
     def _book_idle(self) -> None:
@@ -307,8 +338,7 @@ class Instance:
                 seq.computed_tokens += new
                 if seq.computed_tokens >= seq.prompt_tokens:
                     self._prefilled(seq)
-            for seq in plan.loads:
-                seq.first_token_ns = self.env.now
+            self._outputs += [(seq, False) for seq in plan.loads]
         while self._finishes and self._finishes[0][0] <= self._step:
             seq = heapq.heappop(self._finishes)[2]
             if seq.finish_step == self._step:
@@ -324,12 +354,10 @@ class Instance:
         if rank.only_decodes:
             self._busy_ranks.discard(r)
         if self.pool.role == "prefill":
-            seq.prefill_done_ns = self.env.now
-            self.on_prefilled(seq, self)  # its KV stays held until `release`
+            self._outputs.append((seq, True))
             return
         self._held[r] -= seq.prompt_tokens
-        if seq.first_token_ns < 0:
-            seq.first_token_ns = self.env.now
+        self._outputs.append((seq, False))
         left = seq.request.output_tokens - seq.generated_tokens - 1
         if left > 0:
             self._start_decode(seq, left, seq.prompt_tokens + 1)
@@ -366,7 +394,7 @@ class Instance:
         self._leave(seq)
         if self.pool.role == "aggregated":
             self._store(seq, tokens)
-        self.on_finished(seq, self)
+        self._outputs.append((seq, True))
 
     def _leave(self, seq: Sequence) -> None:
         self.load[seq.rank] -= 1

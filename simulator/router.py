@@ -17,8 +17,8 @@ from rackplan.simulator.request import Request
 class RankLoads:
     """Read-only view of a pool for a router.
 
-    `requests` (ranks,): queued or running; `tokens` (ranks,): what they asked for when they came, new prompt tokens and,
-    where the pool decodes, output; `home`: the rank of a session's last turn.
+    `requests` (ranks,): queued or running; `tokens` (ranks,): what they asked for when they came, new prompt tokens
+    and, where the pool decodes, output; `home`: the rank of a session's last turn.
     """
 
     requests: np.ndarray

@@ -41,13 +41,19 @@ class StepLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Times of a run of equal steps, ms: `wall_ms` and `attention_ms` (steps,), the rest scalars.
+    """Times of a run of equal steps, ms, each (steps,) but for `launch_ms`.
 
-    `attention_mean_ms` (steps,) is the mean over ranks, so that attention_ms - attention_mean_ms is lost to imbalance.
+    `wall_ms`: from the end of the step before to the end of this one. `lead_ms`: how long before the end of the step
+    before the host began this one (0 without async scheduling); `next_lead_ms`: the same of the step that follows.
+    `launch_ms`: host time of a step. `attention_mean_ms` is the mean over ranks, so that attention_ms less it is lost
+    to imbalance.
     """
 
     wall_ms: FloatArray
     wall_without_sync_ms: FloatArray
+    lead_ms: FloatArray
+    next_lead_ms: FloatArray
+    launch_ms: float
     gpu_ms: FloatArray
     attention_ms: FloatArray
     attention_mean_ms: FloatArray
@@ -58,11 +64,19 @@ class StepTimes:
         return StepTimes(
             self.wall_ms[:steps],
             self.wall_without_sync_ms[:steps],
+            self.lead_ms[:steps],
+            self.next_lead_ms[:steps],
+            self.launch_ms,
             self.gpu_ms[:steps],
             self.attention_ms[:steps],
             self.attention_mean_ms[:steps],
             self.shared,
         )
+
+    @property
+    def delivery_ms(self) -> float:
+        """How long after its end the step before hands on its tokens: the first step's launch comes first."""
+        return max(0.0, self.launch_ms - float(self.lead_ms[0]))
 
 
 def step_wall_ms(
@@ -73,8 +87,8 @@ def step_wall_ms(
     admission_ms: float,
     async_scheduling: bool,
 ) -> FloatArray:
-    """Wall time of a step. With async scheduling the host prepares the next step under this one's GPU time and shows
-    only where it is longer; without, it follows the GPU. The launch floor overlaps the GPU either way.
+    """Wall time of a step among its like. With async scheduling the host prepares the next step under this one's GPU
+    time and shows only where it is longer; without, it follows the GPU. The launch floor overlaps the GPU either way.
     """
     host_all = host_ms + sync_ms + admission_ms
     if async_scheduling:
@@ -82,8 +96,31 @@ def step_wall_ms(
     return np.maximum(gpu_ms, floor_ms) + host_all
 
 
-def time_steps(cost: PoolCost, load: StepLoad, steps: int, balancedness: float, async_scheduling: bool) -> StepTimes:
-    """The times of `steps` equal steps that differ only in their growing context."""
+def overlap_ms(
+    gpu_ms: FloatArray, floor_ms: float, host_ms: float, lead_ms: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """(wall, lead, next lead) of equal steps under async scheduling, each (steps,).
+
+    The host begins a step once it has launched the one before and the GPU has ended the one before that, so it is
+    `lead` ahead of the GPU. A step's kernels start after `host_ms` of preparing it and end no earlier than `floor_ms`
+    after the host began, as they are launched one by one. In a run of its like a step takes `step_wall_ms`.
+    """
+    if floor_ms <= host_ms:
+        lead = np.concatenate([[lead_ms], gpu_ms[:-1]])
+        return np.maximum(0.0, host_ms - lead) + gpu_ms, lead, gpu_ms
+    wall, leads = np.empty(len(gpu_ms)), np.empty(len(gpu_ms) + 1)
+    leads[0] = lead_ms
+    for i, gpu in enumerate(gpu_ms.tolist()):
+        ahead = float(leads[i])
+        wall[i] = max(max(0.0, host_ms - ahead) + gpu, floor_ms - ahead)
+        leads[i + 1] = ahead + wall[i] - max(floor_ms, ahead)
+    return wall, leads[:-1], leads[1:]
+
+
+def time_steps(
+    cost: PoolCost, load: StepLoad, steps: int, balancedness: float, async_scheduling: bool, lead_ms: float
+) -> StepTimes:
+    """The times of `steps` equal steps that differ only in their growing context. `lead_ms`: as in `overlap_ms`."""
     context = load.decode_context + load.context_growth * np.arange(steps)[:, None]
     attention = cost.attention_ms(
         load.prefill_tokens, load.prefill_pairs, load.prefill_context, load.decode_requests, context
@@ -94,7 +131,13 @@ def time_steps(cost: PoolCost, load: StepLoad, steps: int, balancedness: float, 
     slowest = attention.max(axis=1)
     gpu = slowest + sum(shared)
     floor = cost.launch_floor_ms(widest, prefill > 0)
-    host, sync = cost.host_ms(load.requests), cost.dp_sync_ms()
-    wall = step_wall_ms(gpu, floor, host, sync, load.admission_ms, async_scheduling)
-    without_sync = step_wall_ms(gpu, floor, host, 0.0, load.admission_ms, async_scheduling) if sync else wall
-    return StepTimes(wall, without_sync, gpu, slowest, attention.mean(axis=1), shared)
+    host, sync = cost.host_ms(load.requests) + load.admission_ms, cost.dp_sync_ms()
+    if async_scheduling:
+        wall, lead, next_lead = overlap_ms(gpu, floor, host + sync, lead_ms)
+        without_sync = np.maximum(np.maximum(0.0, host - lead) + gpu, floor - lead)
+    else:
+        wall = step_wall_ms(gpu, floor, host, sync, 0.0, async_scheduling)
+        without_sync, lead = wall - sync, np.zeros(steps)
+        next_lead = lead
+    launch = max(floor, host + sync) if async_scheduling else 0.0
+    return StepTimes(wall, without_sync, lead, next_lead, launch, gpu, slowest, attention.mean(axis=1), shared)

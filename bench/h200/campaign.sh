@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# One stage of the campaign: ./campaign.sh STAGE [GPUS]   (stages: sync, exact, serve1, slice, serve2; GPUS 2 unless given)
+# Needs setup.sh's /tmp/env.sh, but for `sync`, which runs on any PyTorch. Results gather in /tmp/results; each stage ends
+# by packing all of it into $OUT/results.tgz, also when it is cut. DRY=1 prints the commands and runs nothing.
+set -u
+STAGE=${1:?stage}; GPUS=${2:-2}; HERE=$(cd "$(dirname "$0")" && pwd); R=${RESULTS:-/tmp/results}; mkdir -p "$R"
+[ -e /tmp/env.sh ] && [ "$STAGE" != sync ] && . /tmp/env.sh
+[ -n "${DRY:-}" ] && DRY=--dry-run
+pack() { [ -n "${OUT:-}" ] && tar -C "$R" -czf "$OUT/results.tgz" . 2>/dev/null; }
+trap pack EXIT; trap 'exit 124' TERM INT
+limit() { local s=$1; shift; timeout -k 5 "$s" "$@"; local rc=$?; [ $rc = 0 ] || echo "FAILED rc=$rc: $*"; return $rc; }
+py() { python3 "$HERE/$1.py" "${@:2}" --out "$R" ${DRY:-}; }
+forward() { limit "$1" python3 "$HERE/forward.py" "$2" --ranks "$3" --out "$R" ${DRY:-} "${@:4}" || tail -n 25 "$R/bench_forward_$2_dep$3.log" | cut -c1-300; }
+load() {  # seconds, plan; only where its servers answer
+    local names=$2; [ "$2" = pd ] && names="prefill decode proxy"
+    [ -n "${DRY:-}" ] || py servers wait $names --gpus "$GPUS" --timeout 2 > /dev/null || { echo "SKIPPED $2: not healthy"; return; }
+    limit "$1" python3 "$HERE/loads.py" "$2" --gpus "$GPUS" --out "$R" ${DRY:-} > "$R/loads_$2.log" 2>&1
+    grep -a "^RUN" "$R/loads_$2.log" || tail -n 12 "$R/loads_$2.log" | cut -c1-300
+    pack
+}
+up() { py servers start "$@" --gpus "$GPUS"; [ -n "${DRY:-}" ] || py servers wait "$@" --gpus "$GPUS" --timeout 290; nvidia-smi --query-gpu=memory.used --format=csv,noheader; }
+down() { [ -n "${DRY:-}" ] || py servers stop "$@" --gpus "$GPUS"; }
+case $STAGE in
+sync) python3 "$HERE/dp_sync.py" "$R/dp_sync.csv" --nccl ;;
+exact) forward 300 dep_gaps "$GPUS" ;;
+serve1)
+    ALL="dep prefill decode proxy agg8192_graphs512 agg8192_graphs4096"
+    up $ALL
+    load 100 dep
+    load 130 pd
+    load 80 agg8192_graphs512 & load 80 agg8192_graphs4096 & wait
+    down $ALL ;;
+slice)
+    # One GPU each: the exact batches are GPU time, so two runs side by side do not disturb each other.
+    CUDA_VISIBLE_DEVICES=0 forward 280 v3_L4 1 & CUDA_VISIBLE_DEVICES=$((GPUS - 1)) forward 280 v3_L2 1 & wait
+    pack
+    forward 200 v3_L4 "$GPUS" ;;
+serve2)
+    ALL="skew skew_eplb agg2048_graphs512 agg2048_graphs4096"
+    up $ALL
+    load 80 skew
+    load 80 skew_eplb
+    load 80 agg2048_graphs512 & load 80 agg2048_graphs4096 & wait
+    down $ALL ;;
+*) echo "no stage $STAGE"; exit 2 ;;
+esac

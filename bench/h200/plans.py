@@ -1,0 +1,183 @@
+"""What the campaign measures: exact batches for `vllm bench forward`, servers, and the loads put on them.
+
+Three tables, read by forward.py, servers.py and loads.py. `gpus` is the number of GPUs at hand; nothing here is fixed
+to two, except that a prefill/decode pair takes the first and the last.
+"""
+
+import json
+from dataclasses import dataclass, field
+
+Case = tuple[str, str, int, int, int, int]
+"""name, phase, new tokens, cached tokens, decoding requests, their KV length"""
+
+
+def prefill(new: int, cached: int = 0) -> Case:
+    return (f"hit_{new}_{cached}", "prefill", new, cached, 0, 0) if cached else (f"prefill_{new}", "prefill", new, 0, 0, 0)
+
+
+def decode(batch: int, kv: int) -> Case:
+    return f"decode_{batch}_{kv}", "decode", 0, 0, batch, kv
+
+
+def mixed(new: int, batch: int, kv: int) -> Case:
+    return f"mix_{new}_{batch}", "mixed", new, 0, batch, kv
+
+
+def case_argument(case: Case) -> str:
+    """`NAME=REQS` as `vllm bench forward --case` takes it."""
+    name, _, new, cached, batch, kv = case
+    parts = [f"{new}@{new + cached}"] if new else []
+    return f"{name}={','.join(parts + ([f'{batch}*1@{kv}'] if batch else []))}"
+
+
+def powers(last: int) -> list[int]:
+    return [1 << i for i in range(last.bit_length())]
+
+
+# The last rows of each plan are the ones that may not fit in memory: a case that fails ends the run.
+DEP_GAPS = [
+    *(decode(b, 4096) for b in powers(256)),
+    *(mixed(new, b, 4096) for new in (512, 2048) for b in (16, 64, 128)),
+    *(decode(b, 16384) for b in powers(64)),
+    *(decode(b, 60000) for b in powers(16)),
+    *(decode(b, 1024) for b in (256, 512)),
+    decode(512, 4096),
+    decode(128, 16384),
+    decode(32, 60000),
+    decode(48, 60000),
+]
+V3_SLICE = [
+    *(decode(b, 1024) for b in powers(256)),
+    *(decode(b, 4096) for b in powers(256)),
+    *(prefill(n) for n in (512, 1024, 2048, 4096, 8192)),
+    *(mixed(2048, b, 4096) for b in (64,)),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """One run of `vllm bench forward`; `ranks` > 1 is DP x EP under torchrun."""
+
+    model: str
+    cases: list[Case]
+    args: tuple[str, ...] = ()
+
+
+FORWARD_ARGS = "--kv-len-jitter 0 --iters 10 --samples 5 --skip-tokenizer-init --gpu-memory-utilization 0.92".split()
+FORWARD = {
+    "dep_gaps": Forward(model="dsv2lite", cases=DEP_GAPS, args=("--max-model-len", "65536", "--max-num-seqs", "512")),
+    **{
+        f"v3_L{n}": Forward(
+            model=f"dsv3_L{n}",
+            cases=V3_SLICE,
+            args=("--max-model-len", "16384", "--max-num-seqs", "512", "--moe-backend", "deep_gemm"),
+        )
+        for n in (2, 4)
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """One `vllm serve`. `gpus`: which GPUs it sees."""
+
+    gpus: tuple[int, ...]
+    port: int
+    args: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+SERVE_ARGS = (
+    "--load-format dummy --max-model-len 8192 --max-num-seqs 512 --no-enable-prefix-caching --async-scheduling "
+    "--gpu-memory-utilization 0.15 --enable-logging-iteration-details --disable-uvicorn-access-log"
+).split()
+"""The KV pool is given in bytes (`kv_gib`), so that several servers share a GPU without measuring each other's memory."""
+
+
+def kv_gib(gib: int) -> tuple[str, str]:
+    return "--kv-cache-memory-bytes", str(gib << 30)
+
+
+def budget(tokens: int) -> tuple[str, str]:
+    return "--max-num-batched-tokens", str(tokens)
+
+
+def dep(gpus: int, port: int, *more: str, **env: str) -> Server:
+    parallel = ("--data-parallel-size", str(gpus), "--enable-expert-parallel", "--data-parallel-rpc-port", str(port + 50))
+    return Server(gpus=tuple(range(gpus)), port=port, args=(*parallel, *budget(8192), *kv_gib(8), *more), env=env)
+
+
+def nixl(gpu: int, port: int, role: str) -> Server:
+    transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": role})
+    args = (*budget(8192), *kv_gib(8), "--kv-transfer-config", transfer)
+    return Server(gpus=(gpu,), port=port, args=args, env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 60)})
+
+
+def aggregated(gpu: int, port: int, tokens: int, captured: int) -> Server:
+    """Past 512 tokens the graphs are captured every 128, where vLLM's own list would go on by 16."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(640, captured + 1, 128)]
+    capture = ("--cudagraph-capture-sizes", *(str(s) for s in sizes))
+    return Server(gpus=(gpu,), port=port, args=(*budget(tokens), *kv_gib(6), *capture))
+
+
+SKEW = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "zipf", "RACKPLAN_ZIPF": "0.5"}
+EPLB = json.dumps(
+    {"window_size": 200, "step_interval": 400, "log_balancedness": True, "log_balancedness_interval": 20}
+)
+
+
+def servers(gpus: int) -> dict[str, Server]:
+    last = gpus - 1
+    return {
+        "dep": dep(gpus, 8100),
+        "prefill": nixl(0, 8200, "kv_producer"),
+        "decode": nixl(last, 8300, "kv_consumer"),
+        "agg8192_graphs512": aggregated(0, 8400, 8192, 512),
+        "agg8192_graphs4096": aggregated(last, 8500, 8192, 4096),
+        "agg2048_graphs512": aggregated(0, 8600, 2048, 512),
+        "agg2048_graphs4096": aggregated(last, 8700, 2048, 4096),
+        "skew": dep(gpus, 8800, **SKEW),
+        "skew_eplb": dep(gpus, 8900, "--enable-eplb", "--eplb-config", EPLB, **SKEW),
+    }
+
+
+PROXY_PORT = 8000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """One `vllm bench serve` run: random 2048/256, Poisson. `spread`: lengths within +- this fraction; `metrics`: servers
+    whose counters are read after it. A load that is not `kept` only warms up."""
+
+    name: str
+    port: int
+    rate: float
+    prompts: int
+    seed: int
+    metrics: tuple[str, ...]
+    spread: float = 0.0
+    kept: bool = True
+
+
+def loads(gpus: int) -> dict[str, list[Load]]:
+    def of(server: str, port: int, metrics: tuple[str, ...], *runs: tuple[str, float, int, float], seed: int) -> list[Load]:
+        warm = Load(name=f"{server}_warm", port=port, rate=30, prompts=24, seed=seed, metrics=(), kept=False)
+        return [warm] + [
+            Load(name=f"{server}_{tag}", port=port, rate=rate, prompts=n, spread=spread, seed=seed + i + 1, metrics=metrics)
+            for i, (tag, rate, n, spread) in enumerate(runs)
+        ]
+
+    port = {name: s.port for name, s in servers(gpus).items()}
+    plans = {
+        "dep": of("dep", port["dep"], ("dep",), ("r8", 8, 160, 0), ("r20", 20, 240, 0), ("r12", 12, 180, 0), seed=1000),
+        "pd": of(
+            "pd", PROXY_PORT, ("prefill", "decode"), ("r3", 3, 90, 0), ("r6", 6, 150, 0), ("r10", 10, 200, 0), seed=2000
+        ),
+    }
+    for i, name in enumerate(n for n in port if n.startswith("agg")):
+        plans[name] = of(name, port[name], (name,), ("r6", 6, 120, 0), ("r6var", 6, 120, 0.5), seed=3000)
+    for name in ("skew", "skew_eplb"):
+        # Long enough before the measured run for EPLB to have moved the experts.
+        runs = (("settle", 12, 120, 0.0), ("r12", 12, 180, 0.0))
+        plans[name] = of(name, port[name], (name,), *runs, seed=4000)
+    return plans

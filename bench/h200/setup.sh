@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# On the CUDA machine: ./setup.sh PARTS_DIR   unpacks the bundle into /tmp/site, makes the model folders in /tmp/models and
+# writes /tmp/env.sh (source it). The machine needs nothing from outside.
+set -eu
+HERE=$(cd "$(dirname "$0")" && pwd)
+python3 -m pip install -q --no-index --no-deps --target /tmp/unpack "$1"/zstandard-*.whl
+mkdir -p /tmp/site
+PYTHONPATH=/tmp/unpack python3 - "$1"/part.?? <<'P' | tar -C /tmp/site -xf -
+import io, shutil, sys
+import zstandard
+class Parts(io.RawIOBase):
+    """The parts, one after the other, as one stream."""
+    def __init__(self, paths): self.files = iter(paths); self.now = open(next(self.files), "rb")
+    def readable(self): return True
+    def readinto(self, buffer):
+        while not (n := self.now.readinto(buffer)):
+            path = next(self.files, None)
+            if path is None: return 0
+            self.now = open(path, "rb")
+        return n
+shutil.copyfileobj(zstandard.ZstdDecompressor().stream_reader(Parts(sys.argv[1:])), sys.stdout.buffer, 1 << 22)
+P
+SYS=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+rm -rf "$SYS"/torchvision* "$SYS"/torchaudio*      # built for the machine's own, older torch: transformers would import them and fail
+for d in "$SYS"/nvidia/*; do b=$(basename "$d"); [ -e "/tmp/site/nvidia/$b" ] || ln -s "$d" "/tmp/site/nvidia/$b"; done
+# The routing plug-in, installed by hand: vLLM finds it through its entry point.
+cp "$HERE/skew_routing/skew_routing.py" /tmp/site/
+mkdir -p /tmp/site/skew_routing-0.1.dist-info
+printf 'Metadata-Version: 2.1\nName: skew-routing\nVersion: 0.1\n' > /tmp/site/skew_routing-0.1.dist-info/METADATA
+printf '[vllm.general_plugins]\nskew_routing = skew_routing:register\n' > /tmp/site/skew_routing-0.1.dist-info/entry_points.txt
+NVCC=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc)
+cat > /tmp/env.sh <<X2
+export CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$NVCC")")")
+X2
+cat >> /tmp/env.sh <<'X2'
+export PYTHONPATH=/tmp/site LD_LIBRARY_PATH=/tmp/site/nvidia/nccl/lib:${LD_LIBRARY_PATH:-}
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 PYTHONUNBUFFERED=1 VLLM_HOST_IP=127.0.0.1
+export VLLM_USE_FLASHINFER_SAMPLER=0                # FlashInfer is not in the bundle
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1   # NVLink multicast stays off
+X2
+. /tmp/env.sh
+python3 "$HERE/models.py" /tmp/models & MODELS=$!
+cd /tmp; python3 -c 'import torch, triton, vllm; from nixl._api import nixl_agent; print("ready", torch.__version__, vllm.__version__, torch.cuda.device_count(), "GPU")'
+wait $MODELS

@@ -1,0 +1,211 @@
+"""Figures and served runs that only a simulation can answer: replays with their arrivals, queues and imbalance.
+
+Published replays (F14, F16 to F20) run prefill alone: requests of one output token on one aggregated instance, prefix
+cache off, chunks of 16,384 tokens, the prefill fixes off as in F13 and F15. Served runs are replayed request by request
+as `vllm bench serve` recorded them.
+"""
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rackplan.calibration.figures import Predictor
+from rackplan.calibration.file import FittedCalibration
+from rackplan.calibration.published import MODEL, REPLAY_CHUNK_TOKENS, REPLAY_FIXES_OFF
+from rackplan.engine import Deployment, parse_deployment
+from rackplan.simulator.agentx import AGENTX
+from rackplan.simulator.metrics import metrics_of
+from rackplan.simulator.request import NS_PER_S, Load, Request, Source, Workload, WorkloadStats
+from rackplan.simulator.simulate import RunOptions, SimResult, simulate
+from rackplan.simulator.streams import Streams
+from rackplan.simulator.traces import read_trace
+
+STAGGER_S = 5.0
+MEASURED_S = 1500.0
+"""Simulated time that is measured: some 450 prompts a rank."""
+WARMUP_S = 50.0
+AGENTX_CONCURRENCY = 256
+STREAM_ASSUMPTION = "all requests queued at the start of each rank, prompts drawn from AgentX in random order"
+AGENTX_ASSUMPTION = "prefix cache off as in F13 to F18, requests to the rank with the fewest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStreams:
+    """The same prompts to every rank, one output token each; rank r starts `stagger_s` x r later. Saturates.
+
+    A rank's stream is a session whose prompts count as nothing but prefix, so affinity never sends them elsewhere;
+    with the prefix cache off they are computed in full.
+    """
+
+    ranks: int
+    stagger_s: float
+    name: str = "rank streams"
+
+    def source(self, load: Load, duration_s: float, streams: Streams) -> Source:
+        prompts = _agentx_prompts(streams, round(duration_s))
+        return _RankStreamsSource(prompts, self.ranks, self.stagger_s)
+
+    def stats(self) -> WorkloadStats:
+        prompts = _agentx_prompts(Streams(0), round(MEASURED_S))
+        mean = float(prompts.mean())
+        return WorkloadStats(
+            mean_input_tokens=mean,
+            mean_output_tokens=1.0,
+            mean_new_tokens=mean,
+            max_total_tokens=int(prompts.max()) + 1,
+        )
+
+
+class _RankStreamsSource:
+    def __init__(self, prompts: np.ndarray, ranks: int, stagger_s: float) -> None:
+        self._prompts, self._ranks, self._stagger_s = prompts.tolist(), ranks, stagger_s
+
+    def arrivals(self) -> Iterator[Request]:
+        for rank in range(self._ranks):
+            at_ns = round(rank * self._stagger_s * NS_PER_S)
+            for i, tokens in enumerate(self._prompts):
+                yield Request(i * self._ranks + rank, at_ns, tokens, 1, session=rank, reuse_tokens=tokens)
+
+    def finished(self, request: Request, now_ns: int) -> list[Request]:
+        return []
+
+    def primed(self) -> list[tuple[int, int]]:
+        return [(rank, 1) for rank in range(self._ranks)]
+
+
+def _agentx_prompts(streams: Streams, count: int) -> np.ndarray:
+    """Input tokens of `count` requests drawn from AgentX."""
+    trees = AGENTX.corpus(streams.seed)
+    inputs = np.array([turn.input_tokens for tree in trees for stream in tree.streams for turn in stream.turns])
+    return streams["prompts"].choice(inputs, size=count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillOnly:
+    """A workload whose requests end with their first token."""
+
+    of: Workload
+    name: str = "prefill only"
+
+    def source(self, load: Load, duration_s: float, streams: Streams) -> Source:
+        return _PrefillOnlySource(self.of.source(load, duration_s, streams))
+
+    def stats(self) -> WorkloadStats:
+        return self.of.stats()
+
+
+class _PrefillOnlySource:
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def arrivals(self) -> Iterator[Request]:
+        return map(_one_token, self._source.arrivals())
+
+    def finished(self, request: Request, now_ns: int) -> list[Request]:
+        return list(map(_one_token, self._source.finished(request, now_ns)))
+
+    def primed(self) -> list[tuple[int, int]]:
+        return self._source.primed()
+
+
+def _one_token(request: Request) -> Request:
+    request.output_tokens = 1
+    return request
+
+
+def prefill_deployment(dep: int, policy: str) -> Deployment:
+    """One aggregated instance on GB300 that prefills: chunks of 16,384 tokens, no prefix cache, no drafts."""
+    pool = {
+        "role": "aggregated",
+        "instances": 1,
+        "dep": dep,
+        "max_num_batched_tokens": REPLAY_CHUNK_TOKENS,
+        "max_num_seqs": 256,
+        "enable_prefix_caching": False,
+    }
+    return parse_deployment({"model": MODEL, "gpu": "gb300", "pools": [pool], "router": {"policy": policy}})
+
+
+def _run(
+    calibration: FittedCalibration, deployment: Deployment, workload: Workload, load: Load, warmup_s: float
+) -> SimResult:
+    engine = FittedCalibration(calibration.file, fixes_off=REPLAY_FIXES_OFF)
+    options = RunOptions(duration_s=warmup_s + MEASURED_S, warmup_s=warmup_s, drain=False)
+    return simulate(deployment, workload, load, engine, options)
+
+
+@lru_cache(maxsize=16)
+def _streams_tok_s(calibration: FittedCalibration, dep: int, stagger_s: float) -> float:
+    """Instance throughput of rank streams while every rank runs, new tok/s."""
+    deployment = prefill_deployment(dep, "prefix_affinity")
+    workload = RankStreams(ranks=dep, stagger_s=stagger_s)
+    result = _run(calibration, deployment, workload, Load(), WARMUP_S + dep * stagger_s)
+    return float(metrics_of(result)["throughput_new_input_tok_s_per_gpu"]) * dep
+
+
+def lost_to_stagger_pct(calibration: FittedCalibration, dep: int) -> float:
+    """Throughput lost by staggered ranks against mirrored ones, %."""
+    return 100 * (1 - _streams_tok_s(calibration, dep, STAGGER_S) / _streams_tok_s(calibration, dep, 0.0))
+
+
+def agentx_prefill_tok_s(calibration: FittedCalibration, dep: int) -> float:
+    """New tok/s/GPU of AgentX without its decoding."""
+    deployment = prefill_deployment(dep, "least_requests")
+    load = Load(concurrency=AGENTX_CONCURRENCY)
+    result = _run(calibration, deployment, PrefillOnly(of=AGENTX), load, WARMUP_S)
+    return float(metrics_of(result)["throughput_new_input_tok_s_per_gpu"])
+
+
+PUBLISHED: dict[str, Predictor] = {
+    "F14": Predictor(lambda c: _streams_tok_s(c, 2, STAGGER_S), STREAM_ASSUMPTION),
+    "F16": Predictor(lambda c: _streams_tok_s(c, 4, STAGGER_S), STREAM_ASSUMPTION),
+    "F17": Predictor(lambda c: lost_to_stagger_pct(c, 2), STREAM_ASSUMPTION),
+    "F18": Predictor(lambda c: lost_to_stagger_pct(c, 4), STREAM_ASSUMPTION),
+    "F19": Predictor(lambda c: agentx_prefill_tok_s(c, 2), AGENTX_ASSUMPTION),
+    "F20": Predictor(lambda c: agentx_prefill_tok_s(c, 4), AGENTX_ASSUMPTION),
+}
+"""What a simulation makes of each figure, in the figure's unit; all are check rows of gb300-v4.1-flash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedMetric:
+    """One number of a served run and what the replay makes of it."""
+
+    name: str
+    unit: str
+    measured: float
+    predicted: float
+
+
+_METRICS: dict[str, tuple[str, str, Callable[[dict[str, Any]], float]]] = {
+    "output throughput": ("tok/s", "output_throughput", lambda m: m["output_throughput_tok_s"]),
+    "mean TPOT": ("ms", "mean_tpot_ms", lambda m: m["tpot_ms"]["mean"]),
+    "P90 TPOT": ("ms", "p90_tpot_ms", lambda m: m["tpot_ms"]["p90"]),
+    "P99 TPOT": ("ms", "p99_tpot_ms", lambda m: m["tpot_ms"]["p99"]),
+    "mean TTFT": ("ms", "mean_ttft_ms", lambda m: m["ttft_ms"]["mean"]),
+    "median TTFT": ("ms", "median_ttft_ms", lambda m: m["ttft_ms"]["p50"]),
+    "P90 TTFT": ("ms", "p90_ttft_ms", lambda m: m["ttft_ms"]["p90"]),
+    "P99 TTFT": ("ms", "p99_ttft_ms", lambda m: m["ttft_ms"]["p99"]),
+}
+"""By name: unit, key in the client's JSON, and the same of `metrics_of`."""
+
+
+def replay_served(path: Path, deployment: Deployment, calibration: FittedCalibration) -> list[ServedMetric]:
+    """Replay a `vllm bench serve --save-detailed` result, plain or gzip, as recorded, cached prefixes included.
+
+    Raises InputError where the file cannot be read or the deployment is not the calibration's.
+    """
+    result = simulate(deployment, read_trace(path), Load(), calibration, RunOptions(duration_s=float("inf")))
+    predicted = metrics_of(result)
+    data = path.read_bytes()
+    measured = json.loads(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
+    return [
+        ServedMetric(name=name, unit=unit, measured=float(measured[key]), predicted=float(of(predicted)))
+        for name, (unit, key, of) in _METRICS.items()
+    ]

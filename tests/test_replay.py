@@ -1,0 +1,106 @@
+"""Replays: rank streams stay on their ranks, served runs come out as measured, the host's lead shows where it must."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models import FakeCalibration, GivenRequests, LinearCost, aggregated, requests
+
+from rackplan.calibration import h200, replay
+from rackplan.calibration.library import load_calibration
+from rackplan.calibration.physics import experts_touched
+from rackplan.calibration.validate import HELD_OUT, held_out_pct, validate
+from rackplan.simulator.agentx import AGENTX
+from rackplan.simulator.metrics import gpu_time_share
+from rackplan.simulator.request import Load
+from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.step import overlap_ms, step_wall_ms
+
+
+def prefill(workload, load=None, dep=2, policy="prefix_affinity", seconds=30.0):
+    deployment = replay.prefill_deployment(dep, policy)
+    options = RunOptions(duration_s=seconds, drain=False)
+    return simulate(deployment, workload, load or Load(), load_calibration("gb300-v4.1-flash"), options)
+
+
+@pytest.mark.parametrize("dep", [2, 4])
+def test_mirrored_ranks_lose_nothing_to_imbalance_and_staggered_ranks_do(dep):
+    mirrored = prefill(replay.RankStreams(ranks=dep, stagger_s=0.0), dep=dep)
+    staggered = prefill(replay.RankStreams(ranks=dep, stagger_s=1.0), dep=dep)
+    assert gpu_time_share(mirrored)["dp_imbalance"] == pytest.approx(0.0, abs=1e-9)
+    assert gpu_time_share(staggered)["dp_imbalance"] > 0.02
+    # The same prompts end together on every rank, in order.
+    ends = mirrored.finish_ns.reshape(-1, dep)
+    assert (ends == ends[:, :1]).all()
+    assert (mirrored.request_id.reshape(-1, dep) // dep == np.arange(len(ends))[:, None]).all()
+
+
+def test_prefill_only_ends_with_the_first_token():
+    result = prefill(replay.PrefillOnly(of=AGENTX), Load(concurrency=8), policy="least_requests")
+    assert len(result.finish_ns) >= 5
+    assert (result.output_tokens == 1).all()
+    assert (result.first_token_ns == result.finish_ns).all()
+    assert (result.cached_tokens == 0).all()
+
+
+@pytest.mark.parametrize("rate", ["r4", "r12"])
+def test_served_runs_come_out_as_measured(rate):
+    calibration, path = load_calibration("h200-v2-lite"), h200.SERVED_RUNS[rate]
+    found = {m.name: m for m in replay.replay_served(path, h200.served_deployment(), calibration)}
+    for name, within in (("output throughput", 0.05), ("mean TPOT", 0.10), ("median TTFT", 0.20)):
+        assert found[name].predicted == pytest.approx(found[name].measured, rel=within), name
+
+
+def test_validation_holds_the_served_runs_as_fit_rows():
+    rows = [r for r in validate("h200-v2-lite")["rows"] if r["id"].startswith("serve_")]
+    assert len(rows) == len({r["id"] for r in rows}) == 16
+    assert {r["role"] for r in rows} == {"fit"}
+
+
+def test_the_stated_error_covers_the_checks():
+    calibration = load_calibration("gb300-v4.1-flash")
+    found = held_out_pct(calibration)
+    for pool in HELD_OUT:
+        assert calibration.file.errors[pool].worst_pct >= max(map(abs, found[pool])) - 0.01
+
+
+@given(st.floats(0.01, 200), st.floats(0, 100), st.floats(0, 100), st.floats(0, 50), st.integers(1, 40))
+def test_a_run_of_equal_steps_settles_at_the_time_of_a_step_among_its_like(gpu, floor, host, lead, steps):
+    wall, leads, following = overlap_ms(np.full(steps, gpu), floor, host, lead)
+    assert (wall > 0).all()
+    assert (leads >= 0).all()
+    assert (following >= -1e-9).all()
+    np.testing.assert_allclose(leads[1:], following[:-1])
+    many, _, _ = overlap_ms(np.full(20_000, gpu), floor, host, lead)
+    steady = float(step_wall_ms(np.array([gpu]), floor, host, 0.0, 0.0, True)[0])
+    # Steps of which the GPU takes all but a little of the launch take that long to use up a lead.
+    assert many[-1] == pytest.approx(steady, rel=1e-3, abs=lead / 10_000)
+
+
+def test_a_first_token_leaves_after_the_next_steps_launch():
+    # Two prompts of one step each; the second comes while the first is launched, so it runs next.
+    calibration = FakeCalibration(LinearCost(fixed_ms=3.0, floor=70.0))
+    reqs = requests([0.0, 0.010], 1000, 2)
+    found = simulate(aggregated(), GivenRequests(reqs), Load(), calibration, RunOptions())
+    first = dict(zip(found.request_id.tolist(), (found.first_token_ns / 1e6).tolist(), strict=True))
+    assert first[0] == pytest.approx(140, abs=0.01)  # its own launch, then that of the second prompt
+    assert first[1] == pytest.approx(140, abs=4)
+    alone = simulate(aggregated(), GivenRequests(reqs[:1]), Load(), calibration, RunOptions())
+    assert alone.first_token_ns[0] / 1e6 == pytest.approx(70, abs=0.01)
+
+
+def test_a_launch_overlaps_the_step_before():
+    # A prompt joins a decoding request: its launch starts while the decode step before it still runs.
+    calibration = FakeCalibration(LinearCost(fixed_ms=10.0, floor=70.0))
+    found = simulate(aggregated(), GivenRequests(requests([0.0], 1000, 100)), Load(), calibration, RunOptions())
+    reqs = requests([0.0, 0.300], 1000, [100, 1])
+    joined = simulate(aggregated(), GivenRequests(reqs), Load(), calibration, RunOptions())
+    delay_ms = (joined.finish_ns.max() - found.finish_ns.max()) / 1e6
+    assert 70 - 2 * 10.6 < delay_ms < 70 - 0.9 * 10.5
+
+
+@given(st.integers(1, 2000), st.floats(0.05, 2.5))
+def test_skewed_routing_touches_fewer_experts(tokens, sigma):
+    skewed, even = experts_touched(tokens, 64, 6, sigma), experts_touched(tokens, 64, 6)
+    assert 6 - 1e-9 <= skewed <= even + 1e-9
+    assert experts_touched(1, 64, 6, sigma) == pytest.approx(6)

@@ -1,0 +1,99 @@
+"""What holds a plan back, and what the next GPU buys."""
+
+from rackplan.engine import Deployment
+from rackplan.tuner.capacity import estimate
+from rackplan.tuner.probe import Probe
+from rackplan.tuner.request import PlanRequest
+from rackplan.tuner.screening import Screening
+
+TIGHT = 1.08
+"""An SLO with less slack than this is what binds."""
+BUSY = 0.9
+STRANDED = 0.1
+
+
+def binding_of(request: PlanRequest, screening: Screening, found: Probe) -> dict[str, str]:
+    """{"resource", "why", "next_gpu"} of a plan at its operating point."""
+    slack = request.slo.slack(found.metrics)
+    tightest = min(slack, key=lambda k: slack[k])
+    resource, why = _resource(found, tightest, slack[tightest])
+    return {"resource": resource, "why": why, "next_gpu": next_gpu(request, screening, found)}
+
+
+def _resource(found: Probe, tightest: str, slack: float) -> tuple[str, str]:
+    decoding = next((p for p in found.pools if p["role"] != "prefill"), found.pools[0])
+    lost = {c: s for c, s in decoding["gpu_time_share"].items() if c not in ("compute", "idle") and s > 0.02}
+    costs = ", ".join(f"{c.replace('_', ' ')} {s:.0%}" for c, s in sorted(lost.items(), key=lambda x: -x[1])[:2])
+    tail = f" (of its GPU time: {costs})" if costs else ""
+    if slack <= TIGHT and tightest == "p90_interactivity":
+        role = decoding["role"]
+        return f"{role} step time", f"P90 interactivity is at its objective; more load makes {role} steps longer{tail}"
+    full = next((p for p in found.pools if p["gpu_time_share"]["kv_full"] > 0.02), None)
+    if full:
+        share = full["gpu_time_share"]["kv_full"]
+        return f"{full['role']} KV cache", f"requests wait for KV in {share:.0%} of its time"
+    busiest = max(found.pools, key=lambda p: p["utilization"])
+    if busiest["role"] == "prefill" and (busiest["utilization"] > BUSY or tightest == "p90_ttft"):
+        return "prefill compute", f"the prefill pool is busy {busiest['utilization']:.0%} of the time; TTFT grows next"
+    if slack <= TIGHT:
+        return "queueing before prefill", "P90 TTFT is at its objective"
+    return "offered load", "no SLO is tight at the highest load that was tried"
+
+
+def next_gpu(request: PlanRequest, screening: Screening, found: Probe) -> str:
+    """What one more instance of each pool would add, by the closed form: rates of pools in series."""
+    deployment = found.deployment
+
+    def rate_of(grown: Deployment) -> float:
+        return estimate(grown, screening.demand, request.fitted, request.slo, screening.corrections).rate_req_s
+
+    now, gains = rate_of(deployment), []
+    for i, pool in enumerate(deployment.pools):
+        more = pool.model_copy(update={"instances": pool.instances + 1})
+        pools = (*deployment.pools[:i], more, *deployment.pools[i + 1 :])
+        then = rate_of(deployment.model_copy(update={"pools": pools}))
+        gain = then / now - 1 if now else 0.0
+        gains.append((gain / pool.gpus_per_instance, gain, pool))
+    _, gain, pool = max(gains, key=lambda g: g[0])
+    grown_gpus = deployment.gpus + pool.gpus_per_instance
+    if gain < 0.005:
+        return "no single further instance raises the rate; both pools would have to grow"
+    per_gpu = (1 + gain) * deployment.gpus / grown_gpus - 1
+    return (
+        f"one more {pool.role} instance ({pool.gpus_per_instance} GPUs): about {gain:+.1%} throughput, "
+        f"{per_gpu:+.1%} per GPU (closed form)"
+    )
+
+
+def warnings_of(found: Probe) -> list[str]:
+    """What a reader should know before using this deployment at this load."""
+    notes = []
+    for pool in found.pools:
+        if pool["utilization"] < STRANDED and pool["gpus"]:
+            notes.append(
+                f"{pool['role']}: {pool['gpus']} GPUs are busy {pool['utilization']:.1%} of the time; fewer instances "
+                f"or an aggregated deployment would strand less"
+            )
+        if pool["preemptions"]:
+            notes.append(f"{pool['role']}: {pool['preemptions']} requests were preempted for want of KV")
+    notes += seat_warning(found)
+    rejected = found.metrics["requests"]["rejected"]
+    if rejected:
+        notes.append(f"{rejected:g} requests are longer than the context limit or a rank's KV pool and were rejected")
+    return notes
+
+
+def seat_warning(found: Probe) -> list[str]:
+    """Caps are per rank: fewer ranks seat fewer requests."""
+    pools = [p for p in found.deployment.pools if p.role != "prefill"]
+    seats = sum(p.instances * p.dep * p.max_num_seqs for p in pools)
+    role = pools[0].role
+    in_flight = found.metrics["request_throughput_req_s"] * found.metrics["e2e_ms"]["mean"] / 1e3
+    ranks = seats // pools[0].max_num_seqs
+    asked = found.load.concurrency if found.load.concurrency and in_flight > 0.5 * found.load.concurrency else in_flight
+    if asked <= seats:
+        return []
+    return [
+        f"{role}: {asked:.0f} requests at once, but max_num_seqs={pools[0].max_num_seqs} seats {seats} on {ranks} "
+        f"ranks; the rest queue: raise {role}.max_num_seqs to {-(-round(asked) // ranks)}"
+    ]

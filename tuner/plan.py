@@ -1,0 +1,225 @@
+"""`make_plan`: from a target to the deployment that meets it, with what it will do and how sure that is.
+
+Demand -> closed-form screening -> search on the simulator -> confirmation by replications -> the plan document.
+"""
+
+from dataclasses import replace
+
+from rackplan import __version__
+from rackplan.simulator.simulate import RunOptions
+from rackplan.tuner.binding import binding_of, warnings_of
+from rackplan.tuner.demand import load_of, play_demand
+from rackplan.tuner.document import deployment_document, load_document, provenance_of
+from rackplan.tuner.economics import economics_of
+from rackplan.tuner.pareto import history_of, pareto_of
+from rackplan.tuner.probe import Probe, merge
+from rackplan.tuner.request import PlanRequest
+from rackplan.tuner.screening import Screening
+from rackplan.tuner.search import Progress, Search, SearchResult, Trial, horizon
+from rackplan.tuner.worker import RunTask, Workers
+
+__all__ = ["PlanRequest", "make_plan"]
+
+NOMINAL_E2E_S = 3.0
+PLAYED_S = 60.0
+FINALISTS = 2
+REPLICATIONS = 3
+RETREAT = 0.96
+"""A finalist that breaks an SLO in some replication is tried again at this share of its load."""
+MOST_RETREATS = 6
+SWEEP = (0.25, 0.5, 0.75, 1.25)
+"""Shares of the operating load at which the answer's own curve is drawn."""
+
+
+def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
+    """The plan document (see docs/plan_document.md). Raises InputError on bad input; what cannot be met is a document
+    with `feasible: false`, the constraint that blocks it and the best that can be had."""
+    report = progress or (lambda text, share: None)
+    _check(request)
+    demand = play_demand(request.parsed_workload, e2e_s=NOMINAL_E2E_S, duration_s=PLAYED_S, seed=request.seed)
+    report("screening layouts in closed form", 0.0)
+    screening = Screening(request, demand)
+    screened = screening.candidates()
+    if not screened:
+        return _nothing(request, screening)
+    with Workers(request) as workers:
+        search = Search(request, screening, workers)
+        report("simulating pilots of the best layouts", 0.05)
+        search.pilot(screened)
+        result = search.run(screening.candidates(), lambda text, share: report(text, 0.15 + 0.6 * share))
+        report("confirming the best with replications", 0.8)
+        finalists = [t for t in result.trials if t.score][:FINALISTS]
+        confirmed = [c for c in (_confirm(request, workers, t) for t in finalists) if c]
+        confirmed.sort(key=lambda c: request.score(c.metrics), reverse=True)
+        best = confirmed[0] if confirmed else _closest(result)
+        report("drawing the answer's curve", 0.95)
+        sweep = _sweep(request, workers, best)
+    return _document(request, screening, result, confirmed, best, sweep)
+
+
+def _check(request: PlanRequest) -> None:
+    """Resolve what can be wrong before anything runs."""
+    _ = request.model_spec, request.gpu_spec, request.fitted, request.parsed_workload
+
+
+def _confirm(request: PlanRequest, workers: Workers, trial: Trial) -> Probe | None:
+    """The trial at the highest load at which every replication meets the SLOs, over a longer time; None without one."""
+    assert trial.point.best is not None
+    load = trial.point.best.load
+    options = _confirmation(trial.point.best, request.seed)
+    for _ in range(MOST_RETREATS):
+        tasks = [
+            RunTask(deployment=trial.deployment, load=load, options=replace(options, seed=request.seed + 1 + i))
+            for i in range(REPLICATIONS)
+        ]
+        found = merge(trial.deployment, load, workers.run(tasks))
+        if all(request.slo.meets(m) for m in (found.metrics, *found.runs)):
+            return found
+        amount = (load.concurrency or load.rate_req_s or 1) * RETREAT
+        load = load_of(request.parsed_workload, amount)
+    return None
+
+
+def _confirmation(found: Probe, seed: int) -> RunOptions:
+    return horizon(found.metrics["e2e_ms"]["p90"] / 1e3, seed, longer=1.5)
+
+
+def _closest(result: SearchResult) -> Probe:
+    """Where nothing meets the SLOs: what comes closest to them."""
+    return result.trials[0].point.nearest
+
+
+def _sweep(request: PlanRequest, workers: Workers, best: Probe) -> list[Probe]:
+    loads = [load_of(request.parsed_workload, (best.load.concurrency or best.load.rate_req_s or 1) * s) for s in SWEEP]
+    options = horizon(best.metrics["e2e_ms"]["p90"] / 1e3, request.seed)
+    tasks = [RunTask(deployment=best.deployment, load=load, options=options) for load in loads]
+    return [merge(t.deployment, t.load, [run]) for t, run in zip(tasks, workers.run(tasks), strict=True)]
+
+
+def _document(
+    request: PlanRequest,
+    screening: Screening,
+    result: SearchResult,
+    confirmed: list[Probe],
+    best: Probe,
+    sweep: list[Probe],
+) -> dict:
+    achieved = request.achieved_tps(best.metrics)
+    reached = achieved >= request.target_tps
+    feasible = bool(confirmed) and reached
+    return {
+        "feasible": feasible,
+        "reason": None if feasible else _why_not(request, best, meets_slo=bool(confirmed), achieved=achieved),
+        "target": {"tps": request.target_tps, "count": request.count, "per": request.per},
+        "slo": {
+            "p90_interactivity_tok_s_user": request.p90_interactivity_tok_s_user,
+            "p90_ttft_ms": request.p90_ttft_ms,
+        },
+        "inputs": request.to_inputs(),
+        "deployment": best.deployment.to_dict(),
+        "load": load_document(best.load),
+        "prediction": deployment_document(best),
+        "margin_pct": 100 * (achieved / request.target_tps - 1),
+        "binding": binding_of(request, screening, best),
+        "runners_up": _runners_up(request, result, confirmed, best),
+        "pareto": pareto_of(request, result.trials, [best, *sweep]),
+        "history": history_of(request, result.trials),
+        "memory": best.memory,
+        "economics": economics_of(best.metrics, request.gpu_spec),
+        "warnings": warnings_of(best),
+        "provenance": {
+            **provenance_of(request.fitted.file, best, request.seed),
+            "search": {
+                "simulated": len(result.trials),
+                "dropped_by_screening": result.screened,
+                "layouts_offered": len(result.layouts),
+                "refused": screening.refusals,
+            },
+        },
+    }
+
+
+def _why_not(request: PlanRequest, best: Probe, *, meets_slo: bool, achieved: float) -> str:
+    """The constraint that blocks an infeasible plan."""
+    slack = request.slo.slack(best.metrics)
+    if not meets_slo:
+        name = min(slack, key=lambda k: slack[k])
+        if name == "p90_ttft":
+            got, want = f"{best.metrics['ttft_ms']['p90']:.0f} ms", f"{request.p90_ttft_ms:.0f} ms"
+        else:
+            got = f"{best.metrics['interactivity_tok_s_user']['p90']:.1f} tok/s/user"
+            want = f"{request.p90_interactivity_tok_s_user:g} tok/s/user"
+        return (
+            f"{name}: infeasible at any replica count: even at the lightest load tried "
+            f"({_load_text(best)}) it is {got}, the objective is {want}"
+        )
+    name = "target_tps"
+    if request.per == "deployment":
+        return f"{name}: {request.gpus} GPUs reach {achieved:,.0f} of {request.target_tps:,.0f} {request.count} tok/s"
+    return (
+        f"{name}: the best layout reaches {achieved:,.0f} of {request.target_tps:,.0f} {request.count} tok/s/GPU "
+        f"within the SLOs; more GPUs do not raise a rate per GPU"
+    )
+
+
+def _load_text(found: Probe) -> str:
+    if found.load.concurrency is not None:
+        return f"concurrency {found.load.concurrency}"
+    return f"{found.load.rate_req_s:g} req/s"
+
+
+def _nothing(request: PlanRequest, screening: Screening) -> dict:
+    """Not one candidate is possible, even alone: say which constraint, and show that there is no deployment."""
+    if screening.refusals.get("p90_interactivity"):
+        reason = (
+            f"p90_interactivity: infeasible at any replica count: no deployment serves one request at "
+            f"{request.p90_interactivity_tok_s_user:g} tok/s/user"
+        )
+    else:
+        reason = f"memory: {screening.memory_refusal or 'no layout fits'}"
+    return {
+        "feasible": False,
+        "reason": reason,
+        "target": {"tps": request.target_tps, "count": request.count, "per": request.per},
+        "inputs": request.to_inputs(),
+        "deployment": None,
+        "provenance": {"calibration": request.calibration_name, "rackplan_version": __version__, "seed": request.seed},
+    }
+
+
+def _runners_up(request: PlanRequest, result: SearchResult, confirmed: list[Probe], best: Probe) -> list[dict]:
+    """The next best deployments, one a layout, the best aggregated one always among them, and why not they."""
+    chosen = best.deployment
+    exact = {p.deployment: p for p in confirmed}
+    shown: dict[str, dict] = {}
+    aggregated: dict[str, dict] = {}
+    for trial in result.trials:
+        if trial.deployment == chosen or trial.candidate.layout.label in shown:
+            continue
+        probe = exact.get(trial.deployment) or trial.point.nearest
+        entry = {
+            "label": trial.candidate.layout.label,
+            "deployment": trial.deployment.to_dict(),
+            "load": load_document(probe.load),
+            "metrics": probe.metrics,
+            "why_not": _behind(request, probe, best, trial),
+        }
+        if not trial.candidate.layout.disaggregated and not aggregated:
+            aggregated[trial.candidate.layout.label] = entry
+        elif len(shown) < 4:
+            shown[trial.candidate.layout.label] = entry
+    return [*shown.values(), *aggregated.values()]
+
+
+def _behind(request: PlanRequest, probe: Probe, best: Probe, trial: Trial) -> str:
+    if trial.score is None:
+        slack = request.slo.slack(probe.metrics)
+        return f"breaks {min(slack, key=lambda k: slack[k])} at every load tried"
+    if request.per == "deployment" and probe.metrics["gpus"] != best.metrics["gpus"]:
+        return f"{probe.metrics['gpus']} GPUs, {request.achieved_tps(probe.metrics):,.0f} tok/s"
+    behind = 1 - request.achieved_tps(probe.metrics) / request.achieved_tps(best.metrics)
+    if behind < 0:
+        return f"{-behind:.1%} more in the short search, but not confirmed over the longer replications"
+    return f"{behind:.1%} less throughput {'per GPU' if request.per == 'gpu' else ''}".rstrip()
+
+

@@ -1,0 +1,169 @@
+"""Closed-form screening: which layouts and knobs are worth simulating, and why none is where none is."""
+
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+
+from rackplan.engine import InfeasibleError, InputError, check_memory
+from rackplan.tuner.capacity import Corrections, Estimate, estimate
+from rackplan.tuner.demand import Demand
+from rackplan.tuner.probe import Probe
+from rackplan.tuner.request import PlanRequest
+from rackplan.tuner.space import (
+    CHUNKS,
+    REDUNDANT,
+    Knobs,
+    Layout,
+    aggregated_layouts,
+    decode_widths,
+    default_knobs,
+    disaggregated_layouts,
+    fits_together,
+    instances_for,
+    make_deployment,
+    prefill_widths,
+    simplified,
+)
+
+OVERPROVISION = (1.0, 1.15, 1.35)
+"""Rates for which a deployment is sized, over the needed one: means promise more than queues keep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    layout: Layout
+    knobs: Knobs
+    estimate: Estimate
+    score: float
+
+
+class Screening:
+    """Estimates of one request's candidates. `refusals`: why candidates fell, counted by reason."""
+
+    def __init__(self, request: PlanRequest, demand: Demand) -> None:
+        self.request, self.demand = request, demand
+        self.corrections = Corrections()
+        self.refusals: dict[str, int] = {}
+        self.memory_refusal: str | None = None
+
+    def candidate(self, layout: Layout, knobs: Knobs) -> Candidate | None:
+        """The estimate of a layout with knobs; None, with the reason counted, where it cannot be."""
+        model = self.request.model_spec
+        knobs = simplified(layout, knobs, model)
+        if not fits_together(layout, knobs, model):
+            return self._refuse("experts do not divide over the GPUs")
+        try:
+            deployment = make_deployment(self.request.model, self.request.gpu, layout, knobs, None)
+            check_memory(deployment, self.demand.longest_tokens)
+        except InfeasibleError as e:
+            self.memory_refusal = self.memory_refusal or str(e)
+            return self._refuse("memory")
+        except InputError as e:
+            return self._refuse(str(e))
+        found = estimate(deployment, self.demand, self.request.fitted, self.request.slo, self.corrections)
+        return Candidate(layout=layout, knobs=knobs, estimate=found, score=self._score(layout, found.rate_req_s))
+
+    def _score(self, layout: Layout, rate_req_s: float) -> float:
+        if rate_req_s <= 0:
+            self._refuse("p90_interactivity")
+            return -math.inf
+        counted = self.demand.output_tokens if self.request.count == "output" else self.demand.total_tokens
+        tps = rate_req_s * counted
+        if self.request.per == "gpu":
+            return tps / layout.gpus
+        return -layout.gpus * max(1.0, self.request.target_tps / tps) ** 2
+
+    def learn(self, pilots: list[tuple[Candidate, Probe]]) -> None:
+        """Take corrections from simulated candidates, each at a load near its capacity."""
+        learned: dict[str, list[float]] = {"prefill_share": [], "tail": [], "aggregated_share": []}
+        for candidate, found in pilots:
+            rate = found.metrics["request_throughput_req_s"]
+            tpot = found.metrics["tpot_ms"]
+            if tpot["mean"]:
+                learned["tail"].append(tpot["p90"] / tpot["mean"])
+            if candidate.layout.disaggregated:
+                promised = candidate.estimate.by_role["prefill"] / self.corrections.prefill_share
+                learned["prefill_share"].append(rate / found.utilization["prefill"] / promised)
+            elif candidate.estimate.rate_req_s:
+                promised = candidate.estimate.rate_req_s / self.corrections.aggregated_share
+                learned["aggregated_share"].append(rate / promised)
+        found_shares = {k: min(2.0, max(0.2, sum(v) / len(v))) for k, v in learned.items() if v}
+        self.corrections = replace(self.corrections, **found_shares)
+
+    def _refuse(self, reason: str) -> None:
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+
+    def candidates(self) -> list[Candidate]:
+        """All layouts with the knobs that screen best for their widths, best first."""
+        rates, knobs = self._unit_rates()
+        found = []
+        for layout in sorted(set(self._layouts(rates))):
+            best = knobs.get(("decode" if layout.disaggregated else "aggregated", layout.decode_dep))
+            if best is None:
+                continue
+            if layout.disaggregated:
+                best = replace(best, chunk=knobs[("prefill", layout.prefill_dep)].chunk)
+            candidate = self.candidate(layout, best)
+            if candidate and math.isfinite(candidate.score):
+                found.append(candidate)
+        return sorted(found, key=lambda c: (-c.score, c.layout))
+
+    def _layouts(self, rates: dict[tuple[str, int], float]) -> list[Layout]:
+        request = self.request
+        layouts = [*aggregated_layouts(request.gpu_spec, request.gpus)]
+        layouts += disaggregated_layouts(request.gpu_spec, request.gpus, rates)
+        if request.per == "deployment":
+            layouts += self._sized_layouts(rates)
+        return layouts
+
+    def _sized_layouts(self, rates: dict[tuple[str, int], float]) -> list[Layout]:
+        """Layouts with as many instances as the target needs, where they fit."""
+        counted = self.demand.output_tokens if self.request.count == "output" else self.demand.total_tokens
+        need = self.request.target_tps / counted
+        by_role = {role: {w: r for (x, w), r in rates.items() if x == role and r > 0} for role in
+                   ("prefill", "decode", "aggregated")}  # fmt: skip
+        sized = []
+        for factor in OVERPROVISION:
+            for width, rate in by_role["aggregated"].items():
+                sized.append(Layout(prefill_instances=0, prefill_dep=1, decode_dep=width,
+                                    decode_instances=instances_for(need * factor, rate)))  # fmt: skip
+            for (p, p_rate), (d, d_rate) in product(by_role["prefill"].items(), by_role["decode"].items()):
+                sized.append(Layout(prefill_instances=instances_for(need * factor, p_rate), prefill_dep=p,
+                                    decode_instances=instances_for(need * factor, d_rate), decode_dep=d))  # fmt: skip
+        return [x for x in sized if x.gpus <= self.request.gpus]
+
+    def _unit_rates(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], Knobs]]:
+        """By role and width: the best rate of one instance, and the knobs that reach it."""
+        rates: dict[tuple[str, int], float] = {}
+        knobs: dict[tuple[str, int], Knobs] = {}
+        gpu, base = self.request.gpu_spec, default_knobs(self.request.model_spec)
+        drafts = range(self.request.model_spec.max_draft_tokens + 1)
+        decode_variants = [replace(base, drafts=k, redundant=r) for k in drafts for r in REDUNDANT]
+        for width in decode_widths(gpu):
+            if width > self.request.gpus:
+                continue
+            alone = Layout(prefill_instances=0, prefill_dep=1, decode_instances=1, decode_dep=width)
+            chunked = [replace(k, chunk=c) for k in decode_variants for c in CHUNKS]
+            self._keep_best("aggregated", width, alone, chunked, rates, knobs)
+            pair = Layout(prefill_instances=1, prefill_dep=width, decode_instances=1, decode_dep=width)
+            self._keep_best("decode", width, pair, decode_variants, rates, knobs)
+        for width in prefill_widths(gpu):
+            pair = Layout(prefill_instances=1, prefill_dep=width, decode_instances=1, decode_dep=width)
+            variants = [replace(base, drafts=0, redundant=-1, chunk=c) for c in CHUNKS]
+            self._keep_best("prefill", width, pair, variants, rates, knobs)
+        return rates, knobs
+
+    def _keep_best(
+        self,
+        role: str,
+        width: int,
+        layout: Layout,
+        variants: list[Knobs],
+        rates: dict[tuple[str, int], float],
+        knobs: dict[tuple[str, int], Knobs],
+    ) -> None:
+        for variant in variants:
+            found = self.candidate(layout, variant)
+            rate = found.estimate.by_role[role] if found else 0.0
+            if found and rate > rates.get((role, width), 0.0):
+                rates[(role, width)], knobs[(role, width)] = rate, found.knobs

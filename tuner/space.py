@@ -1,0 +1,177 @@
+"""What can be searched: layouts (pools, widths, counts) and knobs, and how they make a `Deployment`.
+
+A layout is enumerated, screened in closed form and then offered to the search by its label; the knobs are the search's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rackplan.engine import Deployment, GpuSpec, InputError, ModelSpec, parse_deployment
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+CHUNKS = (8192, 16384, 32768)
+SEATS = (32, 64, 128, 256, 512)
+CAPS = (0, 2, 4, 8)
+"""New KV loads per step; 0 is no cap."""
+REDUNDANT = (-1, 0, 16, 32, 64)
+"""Redundant experts; -1 is EPLB off."""
+INTERVALS = (1000, 3000, 10000)
+WINDOWS = (500, 1000)
+SYNCS = ("recursive_doubling", "nccl", "ring")
+MODES = ("push", "pull")
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Layout:
+    """Instances and their widths. An aggregated layout has prefill_instances = 0 and `decode` as its only pool."""
+
+    prefill_instances: int
+    prefill_dep: int
+    decode_instances: int
+    decode_dep: int
+
+    @property
+    def disaggregated(self) -> bool:
+        return self.prefill_instances > 0
+
+    @property
+    def gpus(self) -> int:
+        return self.prefill_instances * self.prefill_dep + self.decode_instances * self.decode_dep
+
+    @property
+    def label(self) -> str:
+        tail = f"{self.decode_instances} x DEP{self.decode_dep}"
+        if not self.disaggregated:
+            return f"{tail} aggregated"
+        return f"{self.prefill_instances} x DEP{self.prefill_dep} prefill + {tail} decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """Everything else that is searched. `chunk`: tokens of a prefill (or aggregated) step; `seats`: max_num_seqs."""
+
+    chunk: int = 16384
+    seats: int = 128
+    cap: int = 4
+    redundant: int = 32
+    window: int = 1000
+    interval: int = 3000
+    drafts: int = 0
+    sync: str = "recursive_doubling"
+    mode: str = "push"
+
+
+def make_deployment(model: str, gpu: str, layout: Layout, knobs: Knobs, max_model_len: int | None) -> Deployment:
+    """The deployment of a layout with knobs. Raises InputError where they do not go together."""
+    width = 1 + knobs.drafts
+    pools: list[dict] = []
+    if layout.disaggregated:
+        pools.append(
+            {
+                "role": "prefill",
+                "instances": layout.prefill_instances,
+                "dep": layout.prefill_dep,
+                "max_num_batched_tokens": knobs.chunk,
+                "max_num_seqs": 256,
+            }
+        )
+    decode_tokens = max(512, 1 << (knobs.seats * width - 1).bit_length())
+    pools.append(
+        {
+            "role": "decode" if layout.disaggregated else "aggregated",
+            "instances": layout.decode_instances,
+            "dep": layout.decode_dep,
+            "max_num_batched_tokens": decode_tokens if layout.disaggregated else max(knobs.chunk, decode_tokens),
+            "max_num_seqs": knobs.seats,
+            "max_cudagraph_capture_size": min(4096, max(512, decode_tokens)),
+        }
+    )
+    if layout.disaggregated and knobs.cap:
+        pools[-1]["max_new_kv_loads_per_step"] = knobs.cap
+    data = {
+        "model": model,
+        "gpu": gpu,
+        "pools": pools,
+        "max_model_len": max_model_len,
+        "eplb": {
+            "enabled": knobs.redundant >= 0,
+            "redundant_experts": max(0, knobs.redundant),
+            "window_steps": knobs.window,
+            "interval_steps": knobs.interval,
+        },
+        "speculation": {"draft_tokens": knobs.drafts},
+        "kv_transfer": {"mode": knobs.mode},
+        "dp_sync": {"algorithm": knobs.sync},
+    }
+    return parse_deployment(data, layout.label)
+
+
+def fits_together(layout: Layout, knobs: Knobs, model: ModelSpec) -> bool:
+    """Do the experts, replicas counted, divide over the layout's GPUs?"""
+    slots = model.routed_experts + max(0, knobs.redundant)
+    widths = [layout.decode_dep, *([layout.prefill_dep] if layout.disaggregated else [])]
+    draft = model.draft.experts + max(0, knobs.redundant) if model.draft and knobs.drafts else 0
+    return all(slots % w == 0 for w in widths) and draft % layout.decode_dep == 0
+
+
+def simplified(layout: Layout, knobs: Knobs, model: ModelSpec) -> Knobs:
+    """The knobs without those that have no effect on this layout, so that equal deployments are found equal."""
+    changes: dict = {}
+    if layout.disaggregated is False:
+        changes |= {"cap": 0, "mode": "push"}
+    widest = max(layout.decode_dep, layout.prefill_dep if layout.disaggregated else 1)
+    if widest == 1:
+        changes |= {"redundant": -1}
+    if layout.decode_dep == 1 and layout.prefill_dep <= 1:
+        changes |= {"sync": "recursive_doubling"}
+    if changes.get("redundant", knobs.redundant) < 0:
+        changes |= {"window": 1000, "interval": 3000}
+    return replace(knobs, **changes)
+
+
+def prefill_widths(gpu: GpuSpec) -> tuple[int, ...]:
+    return tuple(w for w in WIDTHS if w <= min(8, gpu.nvlink_domain_gpus))
+
+
+def decode_widths(gpu: GpuSpec) -> tuple[int, ...]:
+    return tuple(w for w in WIDTHS if w <= gpu.nvlink_domain_gpus)
+
+
+def default_knobs(model: ModelSpec) -> Knobs:
+    return Knobs(drafts=model.max_draft_tokens)
+
+
+def aggregated_layouts(gpu: GpuSpec, most_gpus: int) -> Iterator[Layout]:
+    """One instance count per width: as many as fit."""
+    for width in decode_widths(gpu):
+        if width <= most_gpus:
+            yield Layout(
+                prefill_instances=0, prefill_dep=1, decode_instances=most_gpus // width, decode_dep=width
+            )
+
+
+def disaggregated_layouts(
+    gpu: GpuSpec, most_gpus: int, rates: dict[tuple[str, int], float]
+) -> Iterator[Layout]:
+    """For each pair of widths and each number of decode instances, the prefill counts around the balance of `rates`
+    (req/s of one instance by role and width) that fit in `most_gpus`."""
+    for p in prefill_widths(gpu):
+        for d in decode_widths(gpu):
+            prefill, decode = rates.get(("prefill", p), 0.0), rates.get(("decode", d), 0.0)
+            if not prefill or not decode:
+                continue
+            for decodes in range(1, most_gpus // d + 1):
+                balanced = decodes * decode / prefill
+                room = (most_gpus - decodes * d) // p
+                for prefills in {min(room, max(1, round(balanced * f))) for f in (0.8, 1.0, 1.25)}:
+                    if prefills >= 1:
+                        yield Layout(
+                            prefill_instances=prefills, prefill_dep=p, decode_instances=decodes, decode_dep=d
+                        )
+
+
+def instances_for(rate_req_s: float, one_instance_req_s: float) -> int:
+    """Instances that carry `rate_req_s`. Raises InputError for an instance that carries nothing."""
+    if one_instance_req_s <= 0:
+        raise InputError("an instance that meets no request cannot be multiplied to meet a rate")
+    return max(1, -(-round(rate_req_s * 1e6) // round(one_instance_req_s * 1e6)))
