@@ -12,7 +12,7 @@ from rackplan.simulator.expert_load import LONG_WINDOW_STEPS, Balancing, ExpertL
 from rackplan.tuner.space import REDUNDANT, WIDTHS
 
 OUT = Path(__file__).resolve().parent.parent / "simulator" / "data" / "balancedness.json"
-TOKENS_PER_GPU_OCTAVES = (2, 15)
+TOKENS_PER_GPU_OCTAVES = (0, 16)
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ class FittedCalibration:
                 top_k=model.top_k,
                 layers=model.moe_layers,
                 gpus=pool.gpus_per_instance,
-                redundant_experts=deployment.redundant_experts,
+                redundant_experts=deployment.redundant_experts(pool),
                 eplb=deployment.eplb.enabled,
                 skew_sigma=self.file.target_sigma,
                 tokens_per_gpu=tokens_per_rank * pool.dep / pool.gpus_per_instance,

@@ -38,6 +38,7 @@ class Pool(_Part):
     """Instances of one role. Caps are per data-parallel rank, as in vLLM.
 
     GPUs of an instance = dep x tp: attention is data-parallel over `dep` ranks, experts lie over all its GPUs.
+    `redundant_experts`: this pool's own number of replicas, where EPLB is on; None takes eplb.redundant_experts.
     """
 
     role: Role
@@ -52,6 +53,7 @@ class Pool(_Part):
     enable_prefix_caching: bool = True
     max_cudagraph_capture_size: int = Field(512, ge=0)
     async_scheduling: bool = True
+    redundant_experts: int | None = Field(None, ge=0)
     offload: WeightOffload = WeightOffload()
 
     @property
@@ -119,9 +121,10 @@ class Deployment(_Part):
     def disaggregated(self) -> bool:
         return self.pools[0].role != "aggregated"
 
-    @property
-    def redundant_experts(self) -> int:
-        return self.eplb.redundant_experts if self.eplb.enabled else 0
+    def redundant_experts(self, pool: Pool) -> int:
+        """Replicas beyond one per routed expert on an instance of `pool`."""
+        own = pool.redundant_experts
+        return (self.eplb.redundant_experts if own is None else own) if self.eplb.enabled else 0
 
     @property
     def context_limit(self) -> int:
@@ -157,20 +160,21 @@ class Deployment(_Part):
 
 
 def _check_pool(pool: Pool, deployment: Deployment, model: ModelSpec, gpu: GpuSpec) -> None:
-    slots = model.routed_experts + deployment.redundant_experts
+    redundant = deployment.redundant_experts(pool)
+    slots = model.routed_experts + redundant
     width = pool.gpus_per_instance
     if slots % width:
         fits = [d for d in range(1, 513) if slots % (d * pool.tp) == 0]
         near = sorted(sorted(fits, key=lambda d: abs(d - pool.dep))[:2])
         raise ValueError(
             f"{pool.role}.dep={pool.dep}: dep x tp must divide {model.routed_experts} routed experts + "
-            f"{deployment.redundant_experts} redundant; nearest {', '.join(map(str, near))}"
+            f"{redundant} redundant; nearest {', '.join(map(str, near))}"
         )
     draft = model.draft if deployment.speculation.draft_tokens and pool.role != "prefill" else None
-    if draft and width > 1 and (draft.experts + deployment.redundant_experts) % width:
+    if draft and width > 1 and (draft.experts + redundant) % width:
         raise ValueError(
             f"{pool.role}.dep={pool.dep}: dep x tp must divide the draft's {draft.experts} experts + "
-            f"{deployment.redundant_experts} redundant too; change dep, eplb.redundant_experts or set "
+            f"{redundant} redundant too; change dep, eplb.redundant_experts or set "
             f"speculation.draft_tokens=0"
         )
     if width > gpu.nvlink_domain_gpus:
@@ -178,6 +182,8 @@ def _check_pool(pool: Pool, deployment: Deployment, model: ModelSpec, gpu: GpuSp
             f"{pool.role}.dep={pool.dep}: an instance of {width} GPUs does not fit one NVLink domain of "
             f"{gpu.nvlink_domain_gpus} {gpu.name}; at most {gpu.nvlink_domain_gpus // pool.tp}"
         )
+    if pool.redundant_experts and not deployment.eplb.enabled:
+        raise ValueError(f"{pool.role}.redundant_experts has no effect while eplb.enabled=false; enable it or remove it")
     if pool.max_new_kv_loads_per_step is not None and pool.role != "decode":
         raise ValueError(f"{pool.role}.max_new_kv_loads_per_step has no effect; only decode pools load KV: remove it")
     if pool.max_num_batched_tokens < pool.max_num_seqs:

@@ -52,7 +52,7 @@ def _plan(model: ModelSpec, gpu: GpuSpec, deployment: Deployment, pool: Pool) ->
     per_expert = model.moe_layers * model.bytes_per_routed_expert / GIB
     routed = model.routed_experts / width * per_expert
     host = routed * pool.offload.share
-    redundant = deployment.redundant_experts / width * per_expert
+    redundant = deployment.redundant_experts(pool) / width * per_expert
     replicated = model.replicated_bytes / pool.tp / GIB
     draft_free = model.draft.bytes / pool.tp / GIB if model.draft and not deployment.speculation.draft_tokens else 0.0
     activation = ACTIVATION_COPIES * pool.max_num_batched_tokens * model.hidden * 2 / GIB
@@ -115,7 +115,7 @@ def _nearest(deployment: Deployment, pool: Pool, need_tokens: int) -> str:
         if plan_memory(deployment, trial).kv_tokens >= need_tokens:
             return f"{pool.role}.max_num_batched_tokens={chunk} fits"
         chunk //= 2
-    slots = deployment.model_spec.routed_experts + deployment.redundant_experts
+    slots = deployment.model_spec.routed_experts + deployment.redundant_experts(pool)
     for dep in range(pool.dep + 1, deployment.gpu_spec.nvlink_domain_gpus // pool.tp + 1):
         trial = pool.model_copy(update={"dep": dep})
         if slots % (dep * pool.tp) == 0 and plan_memory(deployment, trial).kv_tokens >= need_tokens:

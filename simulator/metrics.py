@@ -88,10 +88,12 @@ def _weighted_spread(values: np.ndarray, weights: np.ndarray) -> dict[str, float
 
 
 def _interactivity(tpot_ms: np.ndarray) -> dict[str, float]:
-    if not len(tpot_ms) or not tpot_ms.min() > 0:
-        return _spread(np.zeros(0))
+    """1000 / TPOT. Requests whose tokens all came in one chunk have no gap and count in percentiles alone."""
+    some = tpot_ms[tpot_ms > 0]
     spread = _spread(tpot_ms)
-    return {"mean": float((1e3 / tpot_ms).mean())} | {k: 1e3 / spread[k] for k in ("p50", "p90", "p99")}
+    return {"mean": float((1e3 / some).mean()) if len(some) else 0.0} | {
+        k: 1e3 / spread[k] if spread[k] > 0 else 0.0 for k in ("p50", "p90", "p99")
+    }
 
 
 def gpu_time_share(result: SimResult) -> dict[str, float]:

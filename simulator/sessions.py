@@ -24,7 +24,7 @@ MAX_DELAY_S = 300.0
 START_SHARES = (0.25, 0.75)
 # Where a lane stands at its start depends on how long requests took before; nothing later depends on these.
 NOMINAL_TTFT_S, NOMINAL_TPOT_S = 1.0, 0.01
-# Sub-agents of a tree that have run at once before its start; their prefixes are in the cache.
+# Sub-agents that have ended whose prefixes a tree starts with: as many as run at once.
 MOST_IDLE_SESSIONS = 3
 
 
@@ -91,6 +91,14 @@ class SessionTree:
 
         play(0, 0.0)
         return ends
+
+    @cached_property
+    def spans_s(self) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, ends) of the streams on the times of `turn_ends_s`."""
+        ends = self.turn_ends_s
+        spawns = [s.spawned_by for s in self.streams]
+        starts = [float(ends[s[0]][s[1]]) if s else 0.0 for s in spawns]
+        return np.array(starts), np.array([e[-1] for e in ends])
 
     @property
     def requests(self) -> int:
@@ -235,18 +243,17 @@ class SessionSource:
         lane = self._take_lane()
         ends_s = lane.tree.turn_ends_s
         at_s = float(rng.uniform(*START_SHARES)) * float(ends_s[0][-1])
-        for index, stream in enumerate(lane.tree.streams):
-            spawn = stream.spawned_by
-            if spawn and at_s < ends_s[spawn[0]][spawn[1]]:
-                continue
+        starts_s, last_s = lane.tree.spans_s
+        for index in np.flatnonzero((starts_s <= at_s) & (last_s > at_s)).tolist():
+            stream = lane.tree.streams[index]
             turn = int(np.searchsorted(ends_s[index], at_s, side="right"))
             left_s = float(ends_s[index][min(turn, len(stream.turns) - 1)]) - at_s
             if turn < len(stream.turns) and left_s < _service_s(stream.turns[turn]):
                 turn += 1
             if turn < len(stream.turns):
                 self._resume(lane, index, turn, at_s)
-            elif stream.kind == "sub":
-                self._prime_ended(lane, stream)
+        for index in np.flatnonzero(last_s <= at_s)[:MOST_IDLE_SESSIONS].tolist():
+            self._prime_ended(lane, lane.tree.streams[index])
         if not lane.runs:  # all was in flight
             self._resume(lane, 0, len(lane.tree.streams[0].turns) - 1, at_s)
         for index, run in lane.runs.items():
@@ -271,11 +278,10 @@ class SessionSource:
         lane.runs[child].awaited = True
 
     def _prime_ended(self, lane: _Lane, stream: Stream) -> None:
-        """A sub-agent that has ended left what it shares with later ones: once for as many as can run at once."""
-        if len(lane.idle_sessions) < MOST_IDLE_SESSIONS:
-            session = next(self._session_ids)
-            lane.idle_sessions.append(session)
-            self._primed.append((session, stream.turns[0].input_tokens))
+        """A sub-agent that has ended left what it shares with later ones."""
+        session = next(self._session_ids)
+        lane.idle_sessions.append(session)
+        self._primed.append((session, stream.turns[0].input_tokens))
 
 
 def _delay_ns(turn: Turn) -> int:

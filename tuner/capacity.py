@@ -4,7 +4,8 @@ It knows means only: no queues, no bursts, no imbalance between ranks. `Correcti
 are learned from pilot simulations of the workload at hand. Whatever it ranks high is simulated.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,16 +17,21 @@ from rackplan.tuner.demand import Demand
 from rackplan.tuner.slo import Slo
 
 BATCH_GROWTH = 1.25
+DEFAULT_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
-    """What means leave out. `prefill_share`: of a prefill pool's ideal rate, what imbalance between ranks and lost hits
-    leave; `tail`: P90 of TPOT over its mean; `aggregated_share`: of an aggregated pool's ideal rate."""
+    """What means leave out. `prefill_share`: of a prefill pool's ideal rate, what imbalance between ranks and evicted
+    prefixes leave, by DEP width; `tail`: P90 of TPOT over its mean; `aggregated_share`: of an aggregated pool's ideal
+    rate."""
 
-    prefill_share: float = 0.8
+    prefill_share: Mapping[int, float] = field(default_factory=dict)
     tail: float = 1.15
-    aggregated_share: float = 0.8
+    aggregated_share: float = DEFAULT_SHARE
+
+    def share_of(self, dep: int) -> float:
+        return self.prefill_share.get(dep, DEFAULT_SHARE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +64,7 @@ def estimate(
     for pool in deployment.pools:
         if pool.role == "prefill":
             own_s = _prefill_s_per_request(deployment, pool, demand, calibration)
-            rates["prefill"] = rates.get("prefill", 0.0) + corrections.prefill_share * pool.instances * pool.dep / own_s
+            rates["prefill"] = rates.get("prefill", 0.0) + corrections.share_of(pool.dep) * pool.instances * pool.dep / own_s
             ttft = max(ttft, 2 * own_s * 1e3)
         else:
             rate, tpot = _decode_rate(deployment, pool, demand, calibration, most_tpot_ms, prefill_too=False)

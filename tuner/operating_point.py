@@ -1,4 +1,4 @@
-"""The highest load at which a deployment still meets the SLOs: a bracketing search in the logarithm of the load."""
+"""The highest load at which a deployment still meets the SLOs: a bracketing search with queueing's own hints."""
 
 import math
 from collections.abc import Callable
@@ -10,6 +10,8 @@ from rackplan.tuner.slo import Slo
 CLOSE_ENOUGH = 1.04
 """The bracket's ratio at which the search ends."""
 MOST_GROWTH = 2.5
+FLAT = 1.02
+"""More load that raises throughput by less than this only grows the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +23,16 @@ class OperatingPoint:
 
     @property
     def nearest(self) -> Probe:
-        """`best`, else the probe that breaks the SLOs least."""
+        """`best`, else the last probe, which the search made at the lightest load."""
         return self.best or self.probes[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """One end of the bracket: a load, and how many times better than the tightest SLO it is."""
+
+    load: float
+    slack: float
 
 
 def find_operating_point(
@@ -32,52 +42,66 @@ def find_operating_point(
     *,
     most_probes: int,
     least: float,
-    hopeless: Callable[[Probe, float], bool],
+    give_up: Callable[[Probe, float], bool] = lambda probe, slack: False,
+    to_the_edge: bool = False,
 ) -> OperatingPoint:
-    """Search from load `start`; `simulate_at(load)`. Throughput grows with load until an SLO breaks, so the answer lies
-    where the tightest SLO has no slack left. `hopeless(probe, slack)` ends the search early once a load meets the SLOs.
+    """Search from load `start`, never below `least`.
+
+    `give_up(probe, slack)` ends the search once a load meets the SLOs. Otherwise it ends where the bracket is narrow or,
+    unless `to_the_edge`, where more load no longer raises throughput.
     """
     probes: list[Probe] = []
-    good: tuple[float, float] | None = None  # (load, slack)
-    bad: tuple[float, float] | None = None
+    good: _End | None = None
+    bad: _End | None = None
     load = max(least, start)
     while len(probes) < most_probes:
         found = simulate_at(load)
         probes.append(found)
-        slack = min(slo.slack(found.metrics).values()) if found.metrics["requests"]["measured"] else 0.1
+        slack = _slack(found, slo)
         if slack >= 1.0:
-            good = (load, slack)
-            if hopeless(found, slack):
+            flat = good is not None and not to_the_edge and not _grew(probes)
+            good = _End(load, slack)
+            if flat or give_up(found, slack):
                 break
         else:
-            bad = (load, slack)
-        if not bad and good:
-            following = load * min(MOST_GROWTH, max(1.15, slack))
-        elif not good and bad:
-            if load <= least:
-                break
-            following = max(least, load * max(1 / MOST_GROWTH, 0.85 * bad[1]))
-        else:
-            assert good is not None
-            assert bad is not None
-            if bad[0] / good[0] < CLOSE_ENOUGH:
-                break
-            following = _between(good, bad)
-        load = _whole(following, least, load)
-        if any(math.isclose(load, x) for x in (good or (0.0,))[:1] + (bad or (0.0,))[:1]):
+            bad = _End(load, slack)
+        following = _next_load(good, bad, found, slo)
+        load = max(least, float(round(following)) if following >= 8 else following)
+        if any(end and math.isclose(load, end.load, rel_tol=CLOSE_ENOUGH - 1) for end in (good, bad)):
             break
     meeting = [p for p in probes if slo.meets(p.metrics)]
     best = max(meeting, key=lambda p: p.metrics["total_throughput_tok_s"], default=None)
     return OperatingPoint(best=best, probes=tuple(probes))
 
 
-def _between(good: tuple[float, float], bad: tuple[float, float]) -> float:
-    """Where log slack, linear in log load, is just above 0; kept off the ends of the bracket."""
-    (x0, s0), (x1, s1) = good, bad
-    share = math.log(s0) / max(1e-9, math.log(s0) - math.log(max(s1, 1e-6)))
-    return x0 * (x1 / x0) ** min(0.85, max(0.15, 0.95 * share))
+def _slack(found: Probe, slo: Slo) -> float:
+    if not found.metrics["requests"]["measured"]:
+        return 0.1
+    return min(slo.slack(found.metrics).values())
 
 
-def _whole(load: float, least: float, previous: float) -> float:
-    """A closed loop has whole clients: round where the load is large enough for it not to matter elsewhere."""
-    return max(least, float(round(load))) if previous >= 8 and load >= 8 else max(least, load)
+def _grew(probes: list[Probe]) -> bool:
+    last, before = (p.metrics["total_throughput_tok_s"] for p in (probes[-1], probes[-2]))
+    return last > FLAT * before
+
+
+def _next_load(good: _End | None, bad: _End | None, found: Probe, slo: Slo) -> float:
+    if good and bad:
+        share = math.log(good.slack) / max(1e-9, math.log(good.slack) - math.log(max(bad.slack, 1e-6)))
+        # Where log slack, linear in log load, is just above 0; kept off the ends of the bracket.
+        return good.load * (bad.load / good.load) ** min(0.85, max(0.15, 0.95 * share))
+    if good:
+        return good.load * min(MOST_GROWTH, max(1.15, good.slack))
+    assert bad is not None
+    return max(bad.load / MOST_GROWTH, min(0.97 * bad.load, _without_queue(bad, found, slo)))
+
+
+def _without_queue(bad: _End, found: Probe, slo: Slo) -> float:
+    """The load that a broken TTFT points to: by Little's law the excess of waiting is so many requests too many."""
+    metrics = found.metrics
+    if slo.slack(metrics)["p90_ttft"] >= 1.0:
+        return bad.load * max(0.5, 0.9 * bad.slack)
+    served = metrics["request_throughput_req_s"]
+    if found.load.concurrency is None:
+        return 0.93 * min(bad.load, served)
+    return bad.load - served * (metrics["ttft_ms"]["p90"] - 0.5 * slo.p90_ttft_ms) / 1e3

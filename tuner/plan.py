@@ -6,6 +6,7 @@ Demand -> closed-form screening -> search on the simulator -> confirmation by re
 from dataclasses import replace
 
 from rackplan import __version__
+from rackplan.simulator.request import Load
 from rackplan.simulator.simulate import RunOptions
 from rackplan.tuner.binding import binding_of, warnings_of
 from rackplan.tuner.demand import load_of, play_demand
@@ -16,7 +17,7 @@ from rackplan.tuner.probe import Probe, merge
 from rackplan.tuner.request import PlanRequest
 from rackplan.tuner.screening import Screening
 from rackplan.tuner.search import Progress, Search, SearchResult, Trial, horizon
-from rackplan.tuner.worker import RunTask, Workers
+from rackplan.tuner.worker import RunTask, SearchTask, Workers
 
 __all__ = ["PlanRequest", "make_plan"]
 
@@ -24,6 +25,8 @@ NOMINAL_E2E_S = 3.0
 PLAYED_S = 60.0
 FINALISTS = 2
 REPLICATIONS = 3
+EDGE_PROBES = 4
+MOST_CYCLE_S = 40.0
 RETREAT = 0.96
 """A finalist that breaks an SLO in some replication is tried again at this share of its load."""
 MOST_RETREATS = 6
@@ -48,9 +51,7 @@ def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
         search.pilot(screened)
         result = search.run(screening.candidates(), lambda text, share: report(text, 0.15 + 0.6 * share))
         report("confirming the best with replications", 0.8)
-        finalists = [t for t in result.trials if t.score][:FINALISTS]
-        confirmed = [c for c in (_confirm(request, workers, t) for t in finalists) if c]
-        confirmed.sort(key=lambda c: request.score(c.metrics), reverse=True)
+        confirmed = _confirm(request, workers, [t for t in result.trials if t.score][:FINALISTS])
         best = confirmed[0] if confirmed else _closest(result)
         report("drawing the answer's curve", 0.95)
         sweep = _sweep(request, workers, best)
@@ -62,26 +63,51 @@ def _check(request: PlanRequest) -> None:
     _ = request.model_spec, request.gpu_spec, request.fitted, request.parsed_workload
 
 
-def _confirm(request: PlanRequest, workers: Workers, trial: Trial) -> Probe | None:
-    """The trial at the highest load at which every replication meets the SLOs, over a longer time; None without one."""
-    assert trial.point.best is not None
-    load = trial.point.best.load
-    options = _confirmation(trial.point.best, request.seed)
+def _confirm(request: PlanRequest, workers: Workers, finalists: list[Trial]) -> list[Probe]:
+    """Each finalist at the highest load at which every replication meets the SLOs over a longer time, best first."""
+    tasks = [
+        SearchTask(
+            deployment=t.deployment,
+            start=_amount(t.point.nearest.load),
+            options=_long_run(t.point.nearest, request.seed),
+            most_probes=EDGE_PROBES,
+            bar=None,
+            to_the_edge=True,
+        )
+        for t in finalists
+    ]
+    edges = [p.best for p in workers.search(tasks) if p.best]
+    edges.sort(key=lambda p: request.score(p.metrics), reverse=True)
+    return [c for c in (_replicate(request, workers, edge) for edge in edges[:1]) if c]
+
+
+def _replicate(request: PlanRequest, workers: Workers, edge: Probe) -> Probe | None:
+    """Replications with other seeds; the load gives way until all meet the SLOs. None if it would not."""
+    load, options = edge.load, _long_run(edge, request.seed)
     for _ in range(MOST_RETREATS):
         tasks = [
-            RunTask(deployment=trial.deployment, load=load, options=replace(options, seed=request.seed + 1 + i))
+            RunTask(deployment=edge.deployment, load=load, options=replace(options, seed=request.seed + 1 + i))
             for i in range(REPLICATIONS)
         ]
-        found = merge(trial.deployment, load, workers.run(tasks))
+        found = merge(edge.deployment, load, workers.run(tasks))
         if all(request.slo.meets(m) for m in (found.metrics, *found.runs)):
             return found
-        amount = (load.concurrency or load.rate_req_s or 1) * RETREAT
-        load = load_of(request.parsed_workload, amount)
+        load = load_of(request.parsed_workload, RETREAT * _amount(load))
     return None
 
 
-def _confirmation(found: Probe, seed: int) -> RunOptions:
-    return horizon(found.metrics["e2e_ms"]["p90"] / 1e3, seed, longer=1.5)
+def _amount(load: Load) -> float:
+    return float(load.concurrency or load.rate_req_s or 1.0)
+
+
+def _long_run(found: Probe, seed: int) -> RunOptions:
+    """Long enough for a closed loop's queue to settle, which takes a unit's whole cycle, think time included."""
+    metrics = found.metrics
+    short = horizon(metrics["e2e_ms"]["p90"] / 1e3, seed)
+    served = max(1e-9, metrics["request_throughput_req_s"])
+    cycle_s = min(MOST_CYCLE_S, (found.load.concurrency or 0) / served)
+    warmup = max(short.warmup_s, cycle_s)
+    return replace(short, warmup_s=warmup, duration_s=warmup + max(24.0, short.duration_s - short.warmup_s))
 
 
 def _closest(result: SearchResult) -> Probe:
@@ -90,7 +116,7 @@ def _closest(result: SearchResult) -> Probe:
 
 
 def _sweep(request: PlanRequest, workers: Workers, best: Probe) -> list[Probe]:
-    loads = [load_of(request.parsed_workload, (best.load.concurrency or best.load.rate_req_s or 1) * s) for s in SWEEP]
+    loads = [load_of(request.parsed_workload, s * _amount(best.load)) for s in SWEEP]
     options = horizon(best.metrics["e2e_ms"]["p90"] / 1e3, request.seed)
     tasks = [RunTask(deployment=best.deployment, load=load, options=options) for load in loads]
     return [merge(t.deployment, t.load, [run]) for t, run in zip(tasks, workers.run(tasks), strict=True)]
@@ -221,5 +247,3 @@ def _behind(request: PlanRequest, probe: Probe, best: Probe, trial: Trial) -> st
     if behind < 0:
         return f"{-behind:.1%} more in the short search, but not confirmed over the longer replications"
     return f"{behind:.1%} less throughput {'per GPU' if request.per == 'gpu' else ''}".rstrip()
-
-

@@ -34,9 +34,7 @@ class PlanRequest:
 
     @property
     def slo(self) -> Slo:
-        return Slo(
-            p90_interactivity_tok_s_user=self.p90_interactivity_tok_s_user, p90_ttft_ms=self.p90_ttft_ms
-        )
+        return Slo(p90_interactivity_tok_s_user=self.p90_interactivity_tok_s_user, p90_ttft_ms=self.p90_ttft_ms)
 
     @cached_property
     def model_spec(self) -> ModelSpec:

@@ -75,20 +75,19 @@ class Screening:
 
     def learn(self, pilots: list[tuple[Candidate, Probe]]) -> None:
         """Take corrections from simulated candidates, each at a load near its capacity."""
-        learned: dict[str, list[float]] = {"prefill_share": [], "tail": [], "aggregated_share": []}
+        shares, tails, aggregated = dict(self.corrections.prefill_share), [], self.corrections.aggregated_share
         for candidate, found in pilots:
-            rate = found.metrics["request_throughput_req_s"]
-            tpot = found.metrics["tpot_ms"]
+            rate, tpot = found.metrics["request_throughput_req_s"], found.metrics["tpot_ms"]
             if tpot["mean"]:
-                learned["tail"].append(tpot["p90"] / tpot["mean"])
+                tails.append(tpot["p90"] / tpot["mean"])
             if candidate.layout.disaggregated:
-                promised = candidate.estimate.by_role["prefill"] / self.corrections.prefill_share
-                learned["prefill_share"].append(rate / found.utilization["prefill"] / promised)
-            elif candidate.estimate.rate_req_s:
-                promised = candidate.estimate.rate_req_s / self.corrections.aggregated_share
-                learned["aggregated_share"].append(rate / promised)
-        found_shares = {k: min(2.0, max(0.2, sum(v) / len(v))) for k, v in learned.items() if v}
-        self.corrections = replace(self.corrections, **found_shares)
+                width = candidate.layout.prefill_dep
+                promised = candidate.estimate.by_role["prefill"] / self.corrections.share_of(width)
+                shares[width] = _sane(rate / found.utilization["prefill"] / promised)
+            else:
+                aggregated = _sane(rate * self.corrections.aggregated_share / candidate.estimate.rate_req_s)
+        tail = max(1.0, sum(tails) / len(tails)) if tails else self.corrections.tail
+        self.corrections = Corrections(prefill_share=shares, tail=tail, aggregated_share=aggregated)
 
     def _refuse(self, reason: str) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
@@ -167,3 +166,7 @@ class Screening:
             rate = found.estimate.by_role[role] if found else 0.0
             if found and rate > rates.get((role, width), 0.0):
                 rates[(role, width)], knobs[(role, width)] = rate, found.knobs
+
+
+def _sane(share: float) -> float:
+    return min(1.5, max(0.2, share))

@@ -36,6 +36,9 @@ LEAST_AGGREGATED = 3
 WORTH_SIMULATING = 0.85
 """Screening knows means only: a candidate is dropped where it promises less than this share of the best promise."""
 PROBES = 4
+PILOT_WIDTHS = 3
+START_BELOW = 0.93
+"""Searches start at this share of the estimated capacity: a queue that has built up tells little."""
 MOST_SIMULATED = 18
 """Candidates that are simulated at most, pilots counted: what a minute on two cores allows."""
 Progress = Callable[[str, float], None]
@@ -61,10 +64,10 @@ class SearchResult:
     layouts: list[Candidate]
 
 
-def horizon(e2e_s: float, seed: int, *, longer: float = 1.0) -> RunOptions:
-    """Warm-up and measured time: some lives of a request each."""
-    warmup = max(6.0, 1.5 * e2e_s)
-    measured = longer * max(12.0, 2.0 * e2e_s)
+def horizon(e2e_s: float, seed: int) -> RunOptions:
+    """A short run: some lives of a request to warm up, and some to measure."""
+    warmup = max(8.0, 1.5 * e2e_s)
+    measured = max(12.0, 2.0 * e2e_s)
     return RunOptions(duration_s=warmup + measured, warmup_s=warmup, seed=seed, drain=False)
 
 
@@ -89,11 +92,12 @@ class Search:
         self.study = optuna.create_study(direction="maximize", sampler=sampler)
 
     def pilot(self, screened: list[Candidate]) -> None:
-        """Simulate the best disaggregated and the best aggregated candidate, and let the screening learn from them."""
-        kinds = (True, False)
-        best = [next((c for c in screened if c.layout.disaggregated is kind), None) for kind in kinds]
-        pilots = [c for c in best if c]
-        self._simulate(pilots)
+        """Simulate the best candidate of the better prefill widths and the best aggregated one, and learn from them."""
+        best: dict[int, Candidate] = {}
+        for c in screened:
+            best.setdefault(c.layout.prefill_dep if c.layout.disaggregated else 0, c)
+        promising = [c for width, c in best.items() if width][:PILOT_WIDTHS]
+        self._simulate(promising + [c for width, c in best.items() if not width])
         self.screening.learn([(t.candidate, t.point.nearest) for t in self.trials])
 
     def run(self, screened: list[Candidate], progress: Progress) -> SearchResult:
@@ -198,10 +202,10 @@ class Search:
         """The estimate's rate as a load: a rate, or the closed loop's units that make it."""
         rate = candidate.estimate.rate_req_s
         if is_open_loop(self.request.parsed_workload):
-            return rate
+            return START_BELOW * rate
         # A unit's rate was played with requests of `played_e2e_s`; the rest of its cycle is its own.
         cycle_s = max(e2e_s, 1 / self.demand.rate_req_s - self.demand.played_e2e_s + e2e_s)
-        return max(1.0, rate * cycle_s)
+        return max(1.0, START_BELOW * rate * cycle_s)
 
 
 def _parameters(label: str, knobs: Knobs) -> dict:
@@ -221,4 +225,3 @@ def _parameters(label: str, knobs: Knobs) -> dict:
 
 def _key(candidate: Candidate) -> str:
     return f"{candidate.layout.label} {candidate.knobs}"
-

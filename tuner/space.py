@@ -73,6 +73,8 @@ def make_deployment(model: str, gpu: str, layout: Layout, knobs: Knobs, max_mode
                 "dep": layout.prefill_dep,
                 "max_num_batched_tokens": knobs.chunk,
                 "max_num_seqs": 256,
+                # Replicas cost a prefill rank KV, and two to eight GPUs share prompts' tokens evenly without them.
+                **({"redundant_experts": 0} if knobs.redundant > 0 else {}),
             }
         )
     decode_tokens = max(512, 1 << (knobs.seats * width - 1).bit_length())
@@ -108,10 +110,11 @@ def make_deployment(model: str, gpu: str, layout: Layout, knobs: Knobs, max_mode
 
 def fits_together(layout: Layout, knobs: Knobs, model: ModelSpec) -> bool:
     """Do the experts, replicas counted, divide over the layout's GPUs?"""
-    slots = model.routed_experts + max(0, knobs.redundant)
-    widths = [layout.decode_dep, *([layout.prefill_dep] if layout.disaggregated else [])]
-    draft = model.draft.experts + max(0, knobs.redundant) if model.draft and knobs.drafts else 0
-    return all(slots % w == 0 for w in widths) and draft % layout.decode_dep == 0
+    redundant = max(0, knobs.redundant)
+    draft = model.draft.experts + redundant if model.draft and knobs.drafts else 0
+    if layout.disaggregated and model.routed_experts % layout.prefill_dep:
+        return False
+    return (model.routed_experts + redundant) % layout.decode_dep == 0 and draft % layout.decode_dep == 0
 
 
 def simplified(layout: Layout, knobs: Knobs, model: ModelSpec) -> Knobs:
@@ -145,14 +148,10 @@ def aggregated_layouts(gpu: GpuSpec, most_gpus: int) -> Iterator[Layout]:
     """One instance count per width: as many as fit."""
     for width in decode_widths(gpu):
         if width <= most_gpus:
-            yield Layout(
-                prefill_instances=0, prefill_dep=1, decode_instances=most_gpus // width, decode_dep=width
-            )
+            yield Layout(prefill_instances=0, prefill_dep=1, decode_instances=most_gpus // width, decode_dep=width)
 
 
-def disaggregated_layouts(
-    gpu: GpuSpec, most_gpus: int, rates: dict[tuple[str, int], float]
-) -> Iterator[Layout]:
+def disaggregated_layouts(gpu: GpuSpec, most_gpus: int, rates: dict[tuple[str, int], float]) -> Iterator[Layout]:
     """For each pair of widths and each number of decode instances, the prefill counts around the balance of `rates`
     (req/s of one instance by role and width) that fit in `most_gpus`."""
     for p in prefill_widths(gpu):
@@ -165,9 +164,7 @@ def disaggregated_layouts(
                 room = (most_gpus - decodes * d) // p
                 for prefills in {min(room, max(1, round(balanced * f))) for f in (0.8, 1.0, 1.25)}:
                     if prefills >= 1:
-                        yield Layout(
-                            prefill_instances=prefills, prefill_dep=p, decode_instances=decodes, decode_dep=d
-                        )
+                        yield Layout(prefill_instances=prefills, prefill_dep=p, decode_instances=decodes, decode_dep=d)
 
 
 def instances_for(rate_req_s: float, one_instance_req_s: float) -> int:

@@ -19,13 +19,15 @@ from rackplan.tuner.request import PlanRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTask:
-    """Find the operating point of a deployment from load `start`. `bar`: the score to beat (see PlanRequest.score)."""
+    """Find the operating point of a deployment from load `start`. `bar`: the score to beat (see PlanRequest.score);
+    `to_the_edge`: on to the last load that meets the SLOs, past where throughput is flat."""
 
     deployment: Deployment
     start: float
     options: RunOptions
     most_probes: int
     bar: tuple[float, float] | None
+    to_the_edge: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +55,9 @@ def _search(task: SearchTask) -> OperatingPoint:
 
     def simulate_at(amount: float) -> Probe:
         load = load_of(workload, amount)
-        return merge(
-            task.deployment, load, [run_once(task.deployment, workload, load, request.fitted, task.options)]
-        )
+        return merge(task.deployment, load, [run_once(task.deployment, workload, load, request.fitted, task.options)])
 
-    def hopeless(found: Probe, slack: float) -> bool:
+    def give_up(found: Probe, slack: float) -> bool:
         """Even if throughput grew as far as the slack, it would stay well below the bar."""
         if task.bar is None or request.per != "gpu":
             return False
@@ -69,7 +69,8 @@ def _search(task: SearchTask) -> OperatingPoint:
         request.slo,
         most_probes=task.most_probes,
         least=0.01 if is_open_loop(workload) else 1.0,
-        hopeless=hopeless,
+        give_up=give_up,
+        to_the_edge=task.to_the_edge,
     )
 
 

@@ -16,10 +16,7 @@ from pathlib import Path
 from plans import FORWARD, FORWARD_ARGS, Case, case_argument
 from record import record
 
-COLUMNS = (
-    "case,phase,ranks,new_tokens,context_tokens,decode_batch,decode_kv_len,requests_per_rank,tokens_per_rank,"
-    "median_us,spread_pct"
-).split(",")
+COLUMNS = ["case", "phase", "ranks", "new_tokens", "context_tokens", "decode_batch", "decode_kv_len", "requests_per_rank", "tokens_per_rank", "median_us", "spread_pct"]
 DONE = re.compile(r"\[forward\] (\S+): (\d+) reqs, (\d+) tokens, median ([\d.]+) us, sample spread ([\d.]+)%")
 
 

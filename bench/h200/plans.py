@@ -63,7 +63,7 @@ class Forward:
     args: tuple[str, ...] = ()
 
 
-FORWARD_ARGS = "--kv-len-jitter 0 --iters 10 --samples 5 --skip-tokenizer-init --gpu-memory-utilization 0.92".split()
+FORWARD_ARGS = ["--kv-len-jitter", "0", "--iters", "10", "--samples", "5", "--skip-tokenizer-init", "--gpu-memory-utilization", "0.92"]
 FORWARD = {
     "dep_gaps": Forward(model="dsv2lite", cases=DEP_GAPS, args=("--max-model-len", "65536", "--max-num-seqs", "512")),
     **{
@@ -87,10 +87,7 @@ class Server:
     env: dict[str, str] = field(default_factory=dict)
 
 
-SERVE_ARGS = (
-    "--load-format dummy --max-model-len 8192 --max-num-seqs 512 --no-enable-prefix-caching --async-scheduling "
-    "--gpu-memory-utilization 0.15 --enable-logging-iteration-details --disable-uvicorn-access-log"
-).split()
+SERVE_ARGS = ["--load-format", "dummy", "--max-model-len", "8192", "--max-num-seqs", "512", "--no-enable-prefix-caching", "--async-scheduling", "--gpu-memory-utilization", "0.15", "--enable-logging-iteration-details", "--disable-uvicorn-access-log"]
 """The KV pool is given in bytes (`kv_gib`), so that several servers share a GPU without measuring each other's memory."""
 
 
