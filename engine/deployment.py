@@ -183,7 +183,7 @@ def _check_pool(pool: Pool, deployment: Deployment, model: ModelSpec, gpu: GpuSp
             f"{gpu.nvlink_domain_gpus} {gpu.name}; at most {gpu.nvlink_domain_gpus // pool.tp}"
         )
     if pool.redundant_experts and not deployment.eplb.enabled:
-        raise ValueError(f"{pool.role}.redundant_experts has no effect while eplb.enabled=false; enable it or remove it")
+        raise ValueError(f"{pool.role}.redundant_experts has no effect while eplb.enabled=false; enable or remove it")
     if pool.max_new_kv_loads_per_step is not None and pool.role != "decode":
         raise ValueError(f"{pool.role}.max_new_kv_loads_per_step has no effect; only decode pools load KV: remove it")
     if pool.max_num_batched_tokens < pool.max_num_seqs:

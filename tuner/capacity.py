@@ -18,6 +18,8 @@ from rackplan.tuner.slo import Slo
 
 BATCH_GROWTH = 1.25
 DEFAULT_SHARE = 0.8
+PREFILL_OVERLAP = 0.5
+"""Of a decode step's time, what a chunk in the same step shares (weights are read once)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +54,9 @@ def estimate(
     deployment: Deployment, demand: Demand, calibration: Calibration, slo: Slo, corrections: Corrections
 ) -> Estimate:
     """The highest mean request rate that meets `slo`. A rate of 0 means that not even one request does."""
-    most_tpot_ms = slo.p90_tpot_ms / corrections.tail
     if not deployment.disaggregated:
         pool = deployment.pools[0]
-        rate, tpot = _decode_rate(deployment, pool, demand, calibration, most_tpot_ms, prefill_too=True)
+        rate, tpot = _decode_rate(deployment, pool, demand, calibration, slo, corrections.tail)
         rate *= corrections.aggregated_share
         ttft = 2 * tpot + _prefill_s_per_request(deployment, pool, demand, calibration) * 1e3
         return Estimate(rate_req_s=rate, by_role={"aggregated": rate}, tpot_ms=tpot, ttft_ms=ttft, why="aggregated")
@@ -64,52 +65,91 @@ def estimate(
     for pool in deployment.pools:
         if pool.role == "prefill":
             own_s = _prefill_s_per_request(deployment, pool, demand, calibration)
-            rates["prefill"] = rates.get("prefill", 0.0) + corrections.share_of(pool.dep) * pool.instances * pool.dep / own_s
+            usable = corrections.share_of(pool.dep) * pool.instances * pool.dep
+            rates["prefill"] = rates.get("prefill", 0.0) + usable / own_s
             ttft = max(ttft, 2 * own_s * 1e3)
         else:
-            rate, tpot = _decode_rate(deployment, pool, demand, calibration, most_tpot_ms, prefill_too=False)
+            rate, tpot = _decode_rate(deployment, pool, demand, calibration, slo, corrections.tail)
             rates["decode"] = rates.get("decode", 0.0) + rate
     least = min(rates, key=lambda r: rates[r])
     return Estimate(rate_req_s=rates[least], by_role=rates, tpot_ms=tpot, ttft_ms=ttft, why=least)
 
 
 def _prefill_s_per_request(deployment: Deployment, pool: Pool, demand: Demand, calibration: Calibration) -> float:
-    """Rank-seconds that one prompt takes in full steps of the pool."""
-    replay = deployment.model_spec.replay_tokens_per_hit if demand.new_tokens < demand.input_tokens else 0
-    new = demand.new_tokens + replay
+    """Rank-seconds that one prompt takes where all ranks run full steps of prompts."""
+    new, cached = _prompt(deployment, demand)
     together = max(1, round(pool.max_num_batched_tokens / new))
     tokens = min(pool.max_num_batched_tokens, new)  # a long prompt takes several steps
-    batch = Batch(chunks=together, new_tokens=round(tokens), cached_tokens=round(max(0.0, demand.input_tokens - new)))
-    return _step_ms(deployment, pool, batch, calibration) / 1e3 / together * (new / tokens)
+    batch = Batch(chunks=together, new_tokens=round(tokens), cached_tokens=cached)
+    return _step_ms(deployment, pool, batch, calibration) / 1e3 * new / tokens / together
+
+
+def _prompt(deployment: Deployment, demand: Demand) -> tuple[float, int]:
+    """(tokens to compute, cached tokens) of a mean prompt."""
+    replay = deployment.model_spec.replay_tokens_per_hit if demand.new_tokens < demand.input_tokens else 0
+    new = demand.new_tokens + replay
+    return new, round(max(0.0, demand.input_tokens - new))
 
 
 def _decode_rate(
-    deployment: Deployment,
-    pool: Pool,
-    demand: Demand,
-    calibration: Calibration,
-    most_tpot_ms: float,
-    *,
-    prefill_too: bool,
+    deployment: Deployment, pool: Pool, demand: Demand, calibration: Calibration, slo: Slo, tail: float
 ) -> tuple[float, float]:
-    """(req/s of the pool, mean TPOT in ms) at the largest batch per rank whose mean TPOT is at most `most_tpot_ms`."""
+    """(req/s of the pool, mean TPOT in ms) at the largest batch per rank whose P90 of TPOT meets the SLO."""
     drafts = deployment.speculation.draft_tokens
-    steps = max(1.0, demand.output_tokens / deployment.model_spec.acceptance_length(drafts))
+    accepted = deployment.model_spec.acceptance_length(drafts)
     context = round(demand.input_tokens + demand.output_tokens / 2)
-    prefill_s = _prefill_s_per_request(deployment, pool, demand, calibration) if prefill_too else 0.0
+    steps = max(1.0, demand.output_tokens / accepted)
     most = min(pool.max_num_seqs, pool.max_num_batched_tokens // (1 + drafts))
     best = (0.0, 0.0)
     size = 1
     while size <= most:
         step_ms = _step_ms(deployment, pool, Batch(decodes=size, context_tokens=context), calibration)
-        # A rank makes `size` requests in steps x step_ms of decoding and size x prefill_s of prefill.
-        cycle_s = steps * step_ms / 1e3 + size * prefill_s
-        tpot_ms = cycle_s * 1e3 / max(1.0, demand.output_tokens)
-        if tpot_ms > most_tpot_ms:
+        stall = _stalls(deployment, pool, demand, calibration, size, steps, step_ms)
+        if stall is None:
             break
-        best = (size * pool.dep * pool.instances / cycle_s, tpot_ms)
+        p90_ms = tail * step_ms / accepted + _p90_of_stalls_ms(demand, steps, *stall)
+        if p90_ms > slo.p90_tpot_ms:
+            break
+        cycle_s = steps * (step_ms + stall[0] * stall[1]) / 1e3
+        best = (size * pool.dep * pool.instances / cycle_s, cycle_s * 1e3 / max(1.0, demand.output_tokens))
         size = max(size + 1, round(size * BATCH_GROWTH))
     return best
+
+
+def _stalls(
+    deployment: Deployment,
+    pool: Pool,
+    demand: Demand,
+    calibration: Calibration,
+    size: int,
+    steps: float,
+    step_ms: float,
+) -> tuple[float, float] | None:
+    """(share of steps with prompts, ms that these take longer) in an aggregated pool; (0, 0) in a decode pool; None
+    where prompts come faster than steps.
+
+    A rank that keeps `size` requests decoding admits as many prompts while one decodes; a chunk on any rank makes the
+    step of all ranks longer.
+    """
+    if pool.role != "aggregated":
+        return 0.0, 0.0
+    new, cached = _prompt(deployment, demand)
+    tokens = min(pool.max_num_batched_tokens, new)
+    own = size * new / tokens / steps
+    if own >= 1.0:
+        return None
+    longer = _step_ms(deployment, pool, Batch(chunks=1, new_tokens=round(tokens), cached_tokens=cached), calibration)
+    return 1.0 - (1.0 - own) ** pool.dep, max(0.0, longer - step_ms * PREFILL_OVERLAP)
+
+
+def _p90_of_stalls_ms(demand: Demand, steps: float, share: float, stall_ms: float) -> float:
+    """P90 over requests of the time per output token that they wait for prompts. A request sees a Poisson number of
+    such steps in proportion to its output, and a short one that meets one has few tokens to spread it on."""
+    if share == 0.0:
+        return 0.0
+    outputs = np.array(demand.outputs, dtype=float)
+    seen = np.random.default_rng(0).poisson(share * steps * outputs / demand.output_tokens)
+    return float(np.percentile(seen * stall_ms / np.maximum(1.0, outputs - 1), 90))
 
 
 def _step_ms(deployment: Deployment, pool: Pool, batch: Batch, calibration: Calibration) -> float:

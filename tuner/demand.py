@@ -14,12 +14,14 @@ from rackplan.simulator.streams import Streams
 
 _SAMPLE_LOAD = 256
 _MOST_REQUESTS = 20_000
+_KEPT_OUTPUTS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """Means per request. `rate_req_s`: requests per second and unit of load (a client, a session tree, or 1 req/s) when
-    a request takes `played_e2e_s`; `new_tokens`: prompt tokens that an infinite prefix cache misses."""
+    a request takes `played_e2e_s`; `new_tokens`: prompt tokens that an infinite prefix cache misses;
+    `outputs`: output lengths as they came, some hundreds."""
 
     rate_req_s: float
     played_e2e_s: float
@@ -27,6 +29,7 @@ class Demand:
     output_tokens: float
     new_tokens: float
     longest_tokens: int
+    outputs: tuple[int, ...] = ()
 
     @property
     def total_tokens(self) -> float:
@@ -51,13 +54,14 @@ def play_demand(workload: Workload, *, e2e_s: float, duration_s: float, seed: in
     hashes: set[int] = set()
     queue = [(r.arrival_ns, r.id, r) for r in source.arrivals()]
     heapq.heapify(queue)
-    count = inputs = outputs = new = longest = last_ns = 0
+    count = inputs = new = longest = last_ns = 0
+    outputs: list[int] = []
     while queue and count < _MOST_REQUESTS:
         at_ns, _, request = heapq.heappop(queue)
         count += 1
         last_ns = at_ns
         inputs += request.input_tokens
-        outputs += request.output_tokens
+        outputs.append(request.output_tokens)
         longest = max(longest, request.input_tokens + request.output_tokens)
         new += request.input_tokens - _hit(request, cached, hashes)
         for following in source.finished(request, at_ns + round(e2e_s * NS_PER_S)):
@@ -68,9 +72,10 @@ def play_demand(workload: Workload, *, e2e_s: float, duration_s: float, seed: in
         rate_req_s=1.0 if is_open_loop(workload) else count / max(last_ns / NS_PER_S, e2e_s) / units,
         played_e2e_s=e2e_s,
         input_tokens=inputs / count,
-        output_tokens=outputs / count,
+        output_tokens=sum(outputs) / count,
         new_tokens=max(1.0, new / count),
         longest_tokens=longest,
+        outputs=tuple(outputs[:: max(1, count // _KEPT_OUTPUTS)]),
     )
 
 

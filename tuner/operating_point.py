@@ -10,7 +10,7 @@ from rackplan.tuner.slo import Slo
 CLOSE_ENOUGH = 1.04
 """The bracket's ratio at which the search ends."""
 MOST_GROWTH = 2.5
-FLAT = 1.02
+FLAT = 1.05
 """More load that raises throughput by less than this only grows the queue."""
 
 
@@ -47,8 +47,8 @@ def find_operating_point(
 ) -> OperatingPoint:
     """Search from load `start`, never below `least`.
 
-    `give_up(probe, slack)` ends the search once a load meets the SLOs. Otherwise it ends where the bracket is narrow or,
-    unless `to_the_edge`, where more load no longer raises throughput.
+    `give_up(probe, slack)` ends the search once a load meets the SLOs. Otherwise it ends where the bracket is narrow
+    or, unless `to_the_edge`, where more load no longer raises throughput.
     """
     probes: list[Probe] = []
     good: _End | None = None

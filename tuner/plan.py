@@ -23,14 +23,14 @@ __all__ = ["PlanRequest", "make_plan"]
 
 NOMINAL_E2E_S = 3.0
 PLAYED_S = 60.0
-FINALISTS = 2
+FINALISTS = 4
 REPLICATIONS = 3
-EDGE_PROBES = 4
-MOST_CYCLE_S = 40.0
+EDGE_PROBES = 3
+MOST_CYCLE_S = 30.0
 RETREAT = 0.96
 """A finalist that breaks an SLO in some replication is tried again at this share of its load."""
 MOST_RETREATS = 6
-SWEEP = (0.25, 0.5, 0.75, 1.25)
+SWEEP = (0.3, 0.65)
 """Shares of the operating load at which the answer's own curve is drawn."""
 
 
@@ -51,7 +51,7 @@ def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
         search.pilot(screened)
         result = search.run(screening.candidates(), lambda text, share: report(text, 0.15 + 0.6 * share))
         report("confirming the best with replications", 0.8)
-        confirmed = _confirm(request, workers, [t for t in result.trials if t.score][:FINALISTS])
+        confirmed = _confirm(request, workers, _finalists(result))
         best = confirmed[0] if confirmed else _closest(result)
         report("drawing the answer's curve", 0.95)
         sweep = _sweep(request, workers, best)
@@ -61,6 +61,19 @@ def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
 def _check(request: PlanRequest) -> None:
     """Resolve what can be wrong before anything runs."""
     _ = request.model_spec, request.gpu_spec, request.fitted, request.parsed_workload
+
+
+def _finalists(result: SearchResult) -> list[Trial]:
+    """The best trial of each prefill width, then the best of the rest: short runs rank like kinds well, but see too
+    little of a cache that fills to rank unlike ones."""
+    meeting = [t for t in result.trials if t.score]
+    by_kind: dict[int, Trial] = {}
+    for trial in meeting:
+        layout = trial.candidate.layout
+        by_kind.setdefault(layout.prefill_dep if layout.disaggregated else 0, trial)
+    first = sorted(by_kind.values(), key=meeting.index)
+    rest = [t for t in meeting if t not in first]
+    return (first + rest)[:FINALISTS]
 
 
 def _confirm(request: PlanRequest, workers: Workers, finalists: list[Trial]) -> list[Probe]:
@@ -107,7 +120,7 @@ def _long_run(found: Probe, seed: int) -> RunOptions:
     served = max(1e-9, metrics["request_throughput_req_s"])
     cycle_s = min(MOST_CYCLE_S, (found.load.concurrency or 0) / served)
     warmup = max(short.warmup_s, cycle_s)
-    return replace(short, warmup_s=warmup, duration_s=warmup + max(24.0, short.duration_s - short.warmup_s))
+    return replace(short, warmup_s=warmup, duration_s=warmup + max(20.0, short.duration_s - short.warmup_s))
 
 
 def _closest(result: SearchResult) -> Probe:

@@ -35,11 +35,11 @@ LAYOUTS = 16
 LEAST_AGGREGATED = 3
 WORTH_SIMULATING = 0.85
 """Screening knows means only: a candidate is dropped where it promises less than this share of the best promise."""
-PROBES = 4
+PROBES = 3
 PILOT_WIDTHS = 3
 START_BELOW = 0.93
 """Searches start at this share of the estimated capacity: a queue that has built up tells little."""
-MOST_SIMULATED = 18
+MOST_SIMULATED = 12
 """Candidates that are simulated at most, pilots counted: what a minute on two cores allows."""
 Progress = Callable[[str, float], None]
 
@@ -66,8 +66,8 @@ class SearchResult:
 
 def horizon(e2e_s: float, seed: int) -> RunOptions:
     """A short run: some lives of a request to warm up, and some to measure."""
-    warmup = max(8.0, 1.5 * e2e_s)
-    measured = max(12.0, 2.0 * e2e_s)
+    warmup = max(14.0, 1.5 * e2e_s)
+    measured = max(10.0, 2.0 * e2e_s)
     return RunOptions(duration_s=warmup + measured, warmup_s=warmup, seed=seed, drain=False)
 
 

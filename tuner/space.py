@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rackplan.engine import Deployment, GpuSpec, InputError, ModelSpec, parse_deployment
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-CHUNKS = (8192, 16384, 32768)
+CHUNKS = (2048, 4096, 8192, 16384, 32768)
 SEATS = (32, 64, 128, 256, 512)
 CAPS = (0, 2, 4, 8)
 """New KV loads per step; 0 is no cap."""
