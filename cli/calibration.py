@@ -14,7 +14,7 @@ calibration_app = typer.Typer(
 @calibration_app.command("list")
 def list_all(json: params.Json = False) -> None:
     """The calibrations that ship with rackplan."""
-    from rackplan.calibration import list_calibrations
+    from rackplan.calibration.library import list_calibrations
 
     _print(list_calibrations(), json, "show_calibrations")
 
@@ -22,17 +22,17 @@ def list_all(json: params.Json = False) -> None:
 @calibration_app.command()
 def show(name: params.CalibrationName, json: params.Json = False) -> None:
     """One calibration: its fitted terms, what they were fitted on, and the range."""
-    from rackplan import calibration
+    from rackplan.calibration.library import show as show_one
 
-    _print(calibration.show(name), json, "show_calibration")
+    _print(show_one(name), json, "show_calibration")
 
 
 @calibration_app.command()
 def validate(name: params.CalibrationName, json: params.Json = False) -> None:
     """Measured against predicted, row by row; `check` rows took no part in the fit."""
-    from rackplan import calibration
+    from rackplan.calibration.validate import validate as validate_one
 
-    _print(calibration.validate(name), json, "show_validation")
+    _print(validate_one(name), json, "show_validation")
 
 
 @calibration_app.command()
@@ -43,14 +43,14 @@ def predict(
     batch: params.Batch = 1,
     context: params.Context = 0,
     drafts: params.Drafts = 0,
-    new: params.New = 0,
+    new: params.New = None,
     json: params.Json = False,
 ) -> None:
     """One step's time by term, and whether it is inside the measured range."""
     options.one_of("--pool", pool, ("prefill", "decode"))
-    from rackplan import calibration
+    from rackplan.calibration.predict import predict as predict_step
 
-    step = calibration.predict(name, pool=pool, dep=dep, batch=batch, context=context, drafts=drafts, new=new)
+    step = predict_step(name, pool=pool, dep=dep, batch=batch, context=context, drafts=drafts, new=new)
     _print(step, json, "show_step")
 
 

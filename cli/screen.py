@@ -102,9 +102,13 @@ def show_whatif(document: Document, console: Console) -> None:
 
 
 def show_calibrations(rows: Iterable[Document], console: Console) -> None:
-    """The list of calibrations, a column for each field that any of them states."""
-    listed = list(rows)
-    console.print(_records(listed, "Calibrations"))
+    """The list of calibrations, with the hold-out error of what a step costs."""
+    table = _table("Calibrations", "Name", "Model", "GPU", "Engine", "Rows", "Hold-out error, median / P90")
+    for row in rows:
+        errors = {k: e for k, e in row["errors"].items() if k in ("prefill", "decode")}
+        text = ", ".join(f"{k} {e['holdout_median_pct']:.1f} / {e['holdout_p90_pct']:.1f} %" for k, e in errors.items())
+        table.add_row(row["name"], row["model"], row["gpu"], row["engine_version"], str(row["rows"]), text)
+    console.print(table)
 
 
 def show_calibration(document: Document, console: Console) -> None:
@@ -275,7 +279,11 @@ def _provenance(provenance: Document, console: Console) -> None:
     console.print(f"Calibration {provenance['calibration']}" + (f"; its error: {error}" if error else ""))
     if provenance.get("in_range") is False:
         console.print("Part of this is outside the calibration's measured range: extrapolated", style="yellow")
-    for note in provenance.get("notes", ()):
+    notes = list(provenance.get("notes", ()))
+    urgent = [n for n in notes if n.startswith("extrapolated")]
+    if len(notes) > len(urgent):
+        console.print(f"{len(notes) - len(urgent)} notes on what it was fitted to: rackplan calibration show", style="dim")
+    for note in urgent:
         console.print(f"Note: {note}", style="dim")
 
 

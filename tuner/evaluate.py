@@ -1,0 +1,109 @@
+"""`simulate_document`: one given deployment under one given load."""
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from rackplan.calibration.file import FittedCalibration
+from rackplan.calibration.library import default_calibration, load_calibration
+from rackplan.engine import Deployment, InputError, check_memory
+from rackplan.simulator.request import Load, Workload
+from rackplan.simulator.simulate import RunOptions
+from rackplan.simulator.workloads import parse_workload
+from rackplan.tuner.binding import warnings_of
+from rackplan.tuner.document import deployment_document, load_document, provenance_of
+from rackplan.tuner.probe import merge, run_once
+
+WARMUP_SHARE = {"closed": 0.2, "open": 0.1, "recorded": 0.0}
+"""Of the duration. A recorded run is measured whole, as the run that it replays was."""
+WORTH_PROCESSES_S = 3.0
+
+
+def simulate_document(
+    deployment: Deployment,
+    *,
+    workload: str,
+    concurrency: int | None,
+    rate: float | None,
+    cv: float,
+    duration_s: float,
+    calibration: str | None,
+    replications: int,
+    seed: int,
+) -> dict[str, Any]:
+    """The contract's simulation document.
+
+    A closed loop (`concurrency`) runs for `duration_s` and is measured after a fifth of it; an open loop (`rate` in
+    req/s, or the recorded arrivals with neither) has arrivals for `duration_s` and runs until all have ended. Raises
+    InputError on bad input, InfeasibleError where the deployment does not fit its GPUs.
+    """
+    parsed = parse_workload(workload)
+    fitted = fitted_for(deployment, calibration)
+    load = Load(concurrency=concurrency, rate_req_s=rate, cv=cv)
+    check_memory(deployment)
+    options = run_options(load, duration_s, seed)
+    found = merge(deployment, load, _replicate(deployment, parsed, load, fitted, options, replications))
+    if not found.metrics["requests"]["measured"]:
+        raise InputError(f"--duration {duration_s:g}s: no request ended within it; give a longer one")
+    inputs = {
+        "model": deployment.model,
+        "gpu": deployment.gpu,
+        "gpus": deployment.gpus,
+        "workload": workload,
+        **load_document(load),
+        "duration_s": duration_s,
+        "warmup_s": options.warmup_s,
+        "calibration": fitted.name,
+        "replications": replications,
+        "seed": seed,
+    }
+    return {
+        "inputs": inputs,
+        "deployment": deployment.to_dict(),
+        **deployment_document(found),
+        "memory": found.memory,
+        "warnings": [*warnings_of(found), *getattr(parsed, "notes", ())],
+        "provenance": provenance_of(fitted.file, found, seed),
+    }
+
+
+def fitted_for(deployment: Deployment, calibration: str | None) -> FittedCalibration:
+    """The named calibration, or the embedded one of the deployment's model and GPU."""
+    fitted = load_calibration(calibration or default_calibration(deployment.model, deployment.gpu))
+    for key in ("model", "gpu"):
+        asked, has = getattr(deployment, key), getattr(fitted.file, key)
+        if asked != has:
+            raise InputError(f"--calibration {fitted.name}: fitted for {key}={has}, the deployment has {asked}")
+    return fitted
+
+
+def run_options(load: Load, duration_s: float, seed: int) -> RunOptions:
+    """How a load is run and measured for `duration_s`."""
+    kind = "closed" if load.concurrency else "open" if load.rate_req_s else "recorded"
+    warmup_s = WARMUP_SHARE[kind] * duration_s
+    return RunOptions(duration_s=duration_s, warmup_s=warmup_s, seed=seed, drain=kind != "closed")
+
+
+def _replicate(
+    deployment: Deployment,
+    workload: Workload,
+    load: Load,
+    fitted: FittedCalibration,
+    options: RunOptions,
+    replications: int,
+) -> list[dict[str, Any]]:
+    """One run a seed; the further ones in processes of their own where the first took long."""
+    seeded = [replace(options, seed=options.seed + i) for i in range(replications)]
+    began = time.monotonic()
+    runs = [run_once(deployment, workload, load, fitted, seeded[0])]
+    rest = seeded[1:]
+    if len(rest) > 1 and time.monotonic() - began > WORTH_PROCESSES_S:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(max_workers=min(len(rest), os.cpu_count() or 1), mp_context=context) as pool:
+            futures = [pool.submit(run_once, deployment, workload, load, fitted, o) for o in rest]
+            return runs + [f.result() for f in futures]
+    return runs + [run_once(deployment, workload, load, fitted, o) for o in rest]
+

@@ -1,0 +1,171 @@
+"""What changes if: a deployment and changes to it, on the same arrivals, side by side."""
+
+from typing import Any
+
+import yaml
+
+from rackplan.engine import Deployment, InputError, parse_deployment
+from rackplan.tuner.evaluate import simulate_document
+
+SHOWN = (
+    ("gpus", "GPUs"),
+    ("throughput_total_tok_s_per_gpu", "total tok/s/GPU"),
+    ("throughput_output_tok_s_per_gpu", "output tok/s/GPU"),
+    ("total_throughput_tok_s", "total tok/s"),
+    ("request_throughput_req_s", "req/s"),
+    ("ttft_ms.p50", "TTFT P50, ms"),
+    ("ttft_ms.p90", "TTFT P90, ms"),
+    ("tpot_ms.p50", "TPOT P50, ms"),
+    ("tpot_ms.p90", "TPOT P90, ms"),
+    ("itl_ms.p99", "ITL P99, ms"),
+    ("interactivity_tok_s_user.p90", "P90 interactivity, tok/s/user"),
+    ("e2e_ms.p90", "E2E P90, ms"),
+    ("prefix_hit_share", "prefix hits, share of input"),
+)
+MOVED_PCT = 0.5
+"""Less than this is left out as not moved; runs share their arrivals, so differences are not noise of the load."""
+
+
+def compare(
+    base: Deployment,
+    changes: list[tuple[str, str]],
+    *,
+    workload: str,
+    concurrency: int | None,
+    rate: float | None,
+    duration_s: float,
+    calibration: str | None,
+    replications: int,
+    seed: int,
+) -> dict[str, Any]:
+    """{"base", "changed": simulation documents, "changes", "moved", "why"}.
+
+    Raises InputError on a change that cannot be or has no effect, InfeasibleError where the changed deployment does not
+    fit its GPUs."""
+    changed, effective = apply_changes(base, changes)
+    load: dict[str, Any] = {
+        "workload": workload,
+        "concurrency": concurrency,
+        "rate": rate,
+        "cv": 1.0,
+        "duration_s": duration_s,
+        "calibration": calibration,
+        "replications": replications,
+        "seed": seed,
+    }
+    before = simulate_document(base, **load)
+    after = simulate_document(changed, **load)
+    return {
+        "base": before,
+        "changed": after,
+        "changes": effective,
+        "moved": _moved(before["metrics"], after["metrics"]),
+        "why": _why(before, after),
+    }
+
+
+def apply_changes(base: Deployment, changes: list[tuple[str, str]]) -> tuple[Deployment, dict[str, Any]]:
+    """(changed deployment, {key: {"base", "changed"}}). A key is `role.field` of a pool, or a field of the deployment;
+    what a change takes with it (EPLB off drops its redundant experts) is among the changes."""
+    data = base.to_dict()
+    effective: dict[str, Any] = {}
+    asked = dict(changes)
+    if asked.get("eplb.enabled", "").lower() == "false":
+        asked.setdefault("eplb.redundant_experts", "0")
+        for pool in data["pools"]:
+            if pool["redundant_experts"]:
+                asked.setdefault(f"{pool['role']}.redundant_experts", "null")
+    for key, text in asked.items():
+        for holder, field in _holders(data, key):
+            value = yaml.safe_load(text)
+            if holder[field] != value:
+                effective[key] = {"base": holder[field], "changed": value}
+                holder[field] = value
+    if not effective:
+        keys = ", ".join(f"{k}={v}" for k, v in changes)
+        raise InputError(f"--set {keys}: has no effect, the deployment has it already; set another value")
+    return parse_deployment(data, "--set"), effective
+
+
+def _holders(data: dict[str, Any], key: str) -> list[tuple[dict[str, Any], str]]:
+    """Where a dotted key's value lives: one place, or one in each pool of a role."""
+    head, _, field = key.partition(".")
+    pools = [p for p in data["pools"] if p["role"] == head]
+    if pools:
+        return [_descend(pool, field, key, data) for pool in pools]
+    if not field and isinstance(data.get(head), (dict, list)):
+        raise InputError(f"--set {key}: is a group; name a field of it, as in {key}.{_example(data[head])}")
+    return [_descend(data, key, key, data)]
+
+
+def _descend(holder: Any, path: str, key: str, data: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    *groups, field = path.split(".")
+    for group in groups:
+        holder = holder.get(group) if isinstance(holder, dict) else None
+    if not isinstance(holder, dict) or field not in holder or field == "pools":
+        roles = sorted({p["role"] for p in data["pools"]})
+        names = [*(f"{r}.dep" for r in roles), "eplb.enabled", "speculation.draft_tokens", "dp_sync.algorithm"]
+        raise InputError(f"--set {key}: no such key; as in {', '.join(names)}")
+    return holder, field
+
+
+def _example(group: Any) -> str:
+    return next(iter(group)) if isinstance(group, dict) else "role"
+
+
+def _moved(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for path, name in SHOWN:
+        a, b = _at(before, path), _at(after, path)
+        change = (b / a - 1) * 100 if a else None
+        if a != b and (change is None or abs(change) >= MOVED_PCT):
+            rows.append({"metric": name, "base": a, "changed": b, "change_pct": change})
+    return rows
+
+
+def _at(metrics: dict[str, Any], path: str) -> float:
+    value: Any = metrics
+    for part in path.split("."):
+        value = value[part]
+    return float(value)
+
+
+def _why(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What the simulation shows behind the differences, largest first."""
+    found: list[tuple[float, str]] = []
+    olds, news = ({p["role"]: p for p in d["pools"]} for d in (before, after))
+    for role in olds.keys() & news.keys():
+        old, new = olds[role], news[role]
+        for cause, share in old["gpu_time_share"].items():
+            shift = new["gpu_time_share"][cause] - share
+            if abs(shift) >= 0.01 and cause != "compute":
+                name = cause.replace("_", " ")
+                found.append((abs(shift), f"{role}: {name} {share:.1%} -> {share + shift:.1%} of its GPU time"))
+        shift = new["utilization"] - old["utilization"]
+        if abs(shift) >= 0.02:
+            text = f"{role}: busy {old['utilization']:.0%} -> {new['utilization']:.0%} of the time"
+            found.append((abs(shift), text))
+    batches = [_batch_per_rank(d) for d in (before, after)]
+    if abs(batches[1] / max(1e-9, batches[0]) - 1) >= 0.05:
+        steps = [d["metrics"]["itl_ms"]["mean"] for d in (before, after)]
+        text = (
+            f"decoding: {batches[0]:.1f} -> {batches[1]:.1f} requests per rank at once, "
+            f"steps of {steps[0]:.1f} -> {steps[1]:.1f} ms"
+        )
+        found.append((abs(batches[1] / max(1e-9, batches[0]) - 1), text))
+    rooms = zip(before["memory"], after["memory"], strict=False)
+    for old, new in rooms:
+        if old["role"] == new["role"] and abs(new["kv_tokens"] / max(1, old["kv_tokens"]) - 1) >= 0.02:
+            text = f"{old['role']}: KV room per rank {old['kv_tokens']:,} -> {new['kv_tokens']:,} tokens"
+            found.append((0.05, text))
+    found.sort(key=lambda f: (-f[0], f[1]))
+    new_warnings = [w for w in after["warnings"] if w not in before["warnings"]]
+    return [text for _, text in found[:6]] + new_warnings
+
+
+def _batch_per_rank(document: dict[str, Any]) -> float:
+    """Requests that decode on a rank at once, by Little's law."""
+    metrics = document["metrics"]
+    decoding_s = (metrics["e2e_ms"]["mean"] - metrics["ttft_ms"]["mean"]) / 1e3
+    ranks = sum(p["dep"] * p["instances"] for p in document["deployment"]["pools"] if p["role"] != "prefill")
+    return float(metrics["request_throughput_req_s"] * decoding_s / ranks)
