@@ -103,12 +103,14 @@ def show_whatif(document: Document, console: Console) -> None:
 
 def show_calibrations(rows: Iterable[Document], console: Console) -> None:
     """The list of calibrations, with the hold-out error of what a step costs."""
-    table = _table("Calibrations", "Name", "Model", "GPU", "Engine", "Rows", "Hold-out error, median / P90")
+    phases = ("prefill", "decode")
+    table = _table("Calibrations", "Name", "Model", "GPU", "Rows", *(f"{p}, hold-out" for p in phases))
     for row in rows:
-        errors = {k: e for k, e in row["errors"].items() if k in ("prefill", "decode")}
-        text = ", ".join(f"{k} {e['holdout_median_pct']:.1f} / {e['holdout_p90_pct']:.1f} %" for k, e in errors.items())
-        table.add_row(row["name"], row["model"], row["gpu"], row["engine_version"], str(row["rows"]), text)
+        errors = [row["errors"].get(p) for p in phases]
+        shown = [f"{e['holdout_median_pct']:.1f} / {e['holdout_p90_pct']:.1f} %" if e else "–" for e in errors]
+        table.add_row(row["name"], row["model"], row["gpu"], str(row["rows"]), *shown)
     console.print(table)
+    console.print("Hold-out errors of a step's time: median / P90 of rows that a fit did not see.", style="dim")
 
 
 def show_calibration(document: Document, console: Console) -> None:
@@ -282,7 +284,8 @@ def _provenance(provenance: Document, console: Console) -> None:
     notes = list(provenance.get("notes", ()))
     urgent = [n for n in notes if n.startswith("extrapolated")]
     if len(notes) > len(urgent):
-        console.print(f"{len(notes) - len(urgent)} notes on what it was fitted to: rackplan calibration show", style="dim")
+        more = f"{len(notes) - len(urgent)} notes on what it was fitted to: "
+        console.print(f"{more}rackplan calibration show {provenance['calibration']}", style="dim")
     for note in urgent:
         console.print(f"Note: {note}", style="dim")
 

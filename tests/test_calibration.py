@@ -80,7 +80,7 @@ def test_prediction_says_when_it_extrapolates_and_widens():
     def width(p):
         return (p["interval_ms"][1] - p["interval_ms"][0]) / p["step_ms"]
 
-    assert width(outside) == pytest.approx(2 * width(inside))
+    assert width(outside) == pytest.approx(2 * width(inside), rel=0.02)  # relative to predicted, not to measured
 
 
 def test_a_prefill_past_the_captured_graphs_shows_the_launch_floor():

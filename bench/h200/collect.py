@@ -17,11 +17,11 @@ from pathlib import Path
 from plans import loads
 
 MODEL = "deepseek-v2-lite (random weights)"
-SHOWN = (
-    "date,num_prompts,request_rate,duration,completed,failed,total_input_tokens,total_output_tokens,request_throughput,"
-    "output_throughput,median_ttft_ms,p90_ttft_ms,p99_ttft_ms,median_tpot_ms,p90_tpot_ms,median_itl_ms,p90_itl_ms,"
-    "median_e2el_ms"
-).split(",")
+SHOWN = [
+    *("date", "num_prompts", "request_rate", "duration", "completed", "failed", "total_input_tokens"),
+    *("total_output_tokens", "request_throughput", "output_throughput", "median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms"),
+    *("median_tpot_ms", "p90_tpot_ms", "median_itl_ms", "p90_itl_ms", "median_e2el_ms"),
+]
 STEP = re.compile(
     r"(\d\d-\d\d \d\d:\d\d:\d\d) .*Engine (\d+): Iteration\((\d+)\): (\d+) context requests, (\d+) context tokens, "
     r"(\d+) generation requests, .*elapsed time: ([\d.]+) ms( \(dummy\))?, .*usage: ([\d.]+)%"
@@ -31,11 +31,12 @@ MACHINE = re.compile(r"/\S*?/(?=python3\b|proxy\.py|models/|results\b)")
 
 
 def load_json(path: Path) -> dict:
-    return json.loads(gzip.open(path, "rt").read() if path.suffix == ".gz" else path.read_text())
+    raw = path.read_bytes()
+    return json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
 
 
 def serving(raw: Path, dest: Path) -> dict[str, tuple[datetime, datetime]]:
-    """Copies the runs, writes serving.csv and returns each run's window: `date` is when its client ended, to the second."""
+    """Copies the runs, writes serving.csv and returns each run's window: `date` is when its client ended."""
     windows = {}
     with (dest / "serving.csv").open("w", newline="") as f:
         out = csv.writer(f, lineterminator="\n")
@@ -51,10 +52,11 @@ def serving(raw: Path, dest: Path) -> dict[str, tuple[datetime, datetime]]:
     return windows
 
 
-def iterations(raw: Path, dest: Path, windows: dict[str, tuple[datetime, datetime]], servers_of: dict[str, tuple]) -> None:
-    columns = (
-        "run,server,second,engine,iteration,context_requests,context_tokens,generation_requests,logged_ms,kv_usage_pct,dummy"
-    )
+def iterations(
+    raw: Path, dest: Path, windows: dict[str, tuple[datetime, datetime]], servers_of: dict[str, tuple]
+) -> None:
+    counts_of = "context_requests,context_tokens,generation_requests"
+    columns = f"run,server,second,engine,iteration,{counts_of},logged_ms,kv_usage_pct,dummy"
     with gzip.open(dest / "iterations.csv.gz", "wt") as f:
         f.write(columns + "\n")
         for run, (begin, end) in sorted(windows.items()):
@@ -66,7 +68,9 @@ def iterations(raw: Path, dest: Path, windows: dict[str, tuple[datetime, datetim
                     when = datetime.strptime(f"{end.year}-{stamp}", "%Y-%m-%d %H:%M:%S")
                     if begin <= when <= end:
                         second = int((when - begin).total_seconds())
-                        f.write(",".join([run, server, str(second), engine, *counts, ms, kv, str(int(bool(dummy)))]) + "\n")
+                        f.write(
+                            ",".join([run, server, str(second), engine, *counts, ms, kv, str(int(bool(dummy)))]) + "\n"
+                        )
 
 
 def nixl(raw: Path, dest: Path, runs: list[str]) -> None:
@@ -74,13 +78,19 @@ def nixl(raw: Path, dest: Path, runs: list[str]) -> None:
     before: dict[tuple[str, str], float] = {}
     with (dest / "nixl.csv").open("w", newline="") as f:
         out = csv.writer(f, lineterminator="\n")
-        out.writerow("run,transfers,mean_transfer_ms,mean_post_ms,mean_mb,mean_descriptors".split(","))
+        out.writerow(["run", "transfers", "mean_transfer_ms", "mean_post_ms", "mean_mb", "mean_descriptors"])
         for run in runs:
             path = raw / f"metrics_{run}_decode.txt.gz"
-            now = {(a, b): float(c) for a, b, c in COUNTER.findall(gzip.open(path, "rt").read())}
+            counters = gzip.decompress(path.read_bytes()).decode()
+            now = {(a, b): float(c) for a, b, c in COUNTER.findall(counters)}
             new = {k: v - before.get(k, 0.0) for k, v in now.items()}
             before, count = now, new["xfer_time_seconds", "count"]
-            parts = (("xfer_time_seconds", 1e3), ("post_time_seconds", 1e3), ("bytes_transferred", 1e-6), ("num_descriptors", 1))
+            parts = (
+                ("xfer_time_seconds", 1e3),
+                ("post_time_seconds", 1e3),
+                ("bytes_transferred", 1e-6),
+                ("num_descriptors", 1),
+            )
             out.writerow([run, int(count), *(round(new[name, "sum"] / count * scale, 3) for name, scale in parts)])
 
 

@@ -1,10 +1,10 @@
 """Time of the all-reduce that DP ranks make every step (7 x ranks int32 on the CPU), by algorithm and rank count.
 
-Run: `python3 dp_sync.py OUT.csv [--ranks 2 3 4 ...] [--nccl]`. Ranks are processes of one host over loopback Gloo; `gloo`
-is the library's own all-reduce, `doubling` the exchange of vLLM 0.33's `cpu_all_reduce_`: recursive doubling in blocks of
-a power of two, then one exchange among blocks. `nccl` is the all-reduce of the same integers on the GPUs, with the copy
-there and back. Each time is the wall time of one call with the ranks in step; columns: algorithm, ranks, calls, median_us,
-p90_us, p99_us, torch.
+Run: `python3 dp_sync.py OUT.csv [--ranks 2 3 4 ...] [--nccl]`. Ranks are processes of one host over loopback Gloo;
+`gloo` is the library's own all-reduce, `doubling` the exchange of vLLM 0.33's `cpu_all_reduce_`: recursive doubling in
+blocks of a power of two, then one exchange among blocks. `nccl` is the all-reduce of the same integers on the GPUs,
+with the copy there and back. Each time is the wall time of one call, as rank 0 sees it, with the ranks in step.
+Columns: algorithm, ranks, calls, median_us, p90_us, p99_us, torch.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Runs one plan of exact batches and writes each case as it comes. Run: `forward.py PLAN --ranks N --out DIR`.
 
-Writes DIR/bench_forward_PLAN_depN.csv (columns as in the profiles: new and cached tokens, decoding requests and their KV
-length per rank, median over replays in us, spread of the sample medians in percent) and the log beside it. Cases that the
-CSV already has are left out, so a cut run goes on where it stopped.
+Writes DIR/bench_forward_PLAN_depN.csv and the log beside it. Columns as in the profiles: new and cached tokens, decoding
+requests and their KV length per rank, median over replays in us, spread of the sample medians in percent. Cases that
+the CSV already has are left out, so a cut run goes on where it stopped.
 """
 
 import argparse
@@ -16,7 +16,19 @@ from pathlib import Path
 from plans import FORWARD, FORWARD_ARGS, Case, case_argument
 from record import record
 
-COLUMNS = ["case", "phase", "ranks", "new_tokens", "context_tokens", "decode_batch", "decode_kv_len", "requests_per_rank", "tokens_per_rank", "median_us", "spread_pct"]
+COLUMNS = [
+    "case",
+    "phase",
+    "ranks",
+    "new_tokens",
+    "context_tokens",
+    "decode_batch",
+    "decode_kv_len",
+    "requests_per_rank",
+    "tokens_per_rank",
+    "median_us",
+    "spread_pct",
+]
 DONE = re.compile(r"\[forward\] (\S+): (\d+) reqs, (\d+) tokens, median ([\d.]+) us, sample spread ([\d.]+)%")
 
 
@@ -29,7 +41,7 @@ def command(plan: str, ranks: int, models: str, cases: list[Case], more: list[st
         parallel = ["--data-parallel-size", str(ranks), "--enable-expert-parallel"]
     named = [a for c in cases for a in ("--case", case_argument(c))]
     start += ["-m", "vllm.entrypoints.cli.main", "bench", "forward", "--model", f"{models}/{run.model}"]
-    return [*start, *parallel, *FORWARD_ARGS, *run.args, *more, *named]
+    return [*start, *parallel, *FORWARD_ARGS.split(), *run.args, *more, *named]
 
 
 def finished(path: Path) -> set[str]:

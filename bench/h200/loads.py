@@ -1,14 +1,13 @@
 """Runs `vllm bench serve` for the loads of one plan, in one process. Run: `loads.py PLAN [--only NAME...] --out DIR`.
 
-Writes DIR/bench_serve_NAME.json.gz (as `--save-detailed` gives it, without the generated text and with times to 10 us) and
-DIR/metrics_NAME_SERVER.txt.gz, the server's own counters after the run. The command of each run goes to loads_PLAN.run.json.
+Writes DIR/bench_serve_NAME.json.gz (as `--save-detailed` gives it, without the generated text, times to 10 us) and
+DIR/metrics_NAME_SERVER.txt.gz, the server's own counters after the run. Commands go to loads_PLAN.run.json.
 """
 
 import argparse
 import gzip
 import json
 import shlex
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -22,7 +21,16 @@ def bench_args(load: Load, model: str, out: Path) -> list[str]:
     rate = [] if load.spread == 0 else ["--random-range-ratio", str(load.spread)]
     return [
         *("--backend", "vllm", "--host", "127.0.0.1", "--port", str(load.port), "--model", model, "--tokenizer", model),
-        *("--dataset-name", "random", "--random-input-len", "2048", "--random-output-len", "256", *rate, "--ignore-eos"),
+        *(
+            "--dataset-name",
+            "random",
+            "--random-input-len",
+            "2048",
+            "--random-output-len",
+            "256",
+            *rate,
+            "--ignore-eos",
+        ),
         *("--request-rate", str(load.rate), "--num-prompts", str(load.prompts), "--seed", str(load.seed)),
         *("--ready-check-timeout-sec", "0", "--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl,e2el"),
         *("--metric-percentiles", "50,90,99", "--save-result", "--save-detailed"),
@@ -41,7 +49,9 @@ def rounded(value: object) -> object:
 def keep(plan: str, load: Load, args: list[str], gpus: int, out: Path) -> None:
     """Compresses the result, reads the servers' counters and records the command."""
     raw = out / f"{load.name}.json"
-    result = {k: rounded(v) if isinstance(v, list) else v for k, v in json.loads(raw.read_text()).items() if k not in DROPPED}
+    result = {
+        k: rounded(v) if isinstance(v, list) else v for k, v in json.loads(raw.read_text()).items() if k not in DROPPED
+    }
     raw.unlink()
     with gzip.open(out / f"bench_serve_{load.name}.json.gz", "wt") as f:
         json.dump(result, f)
@@ -77,11 +87,11 @@ def main() -> None:
     from vllm.benchmarks.serve import main as bench
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = FlexibleArgumentParser()
-    add_cli_args(parser)
+    bench_parser = FlexibleArgumentParser()
+    add_cli_args(bench_parser)
     for load in plan:
         line = bench_args(load, model, args.out)
-        bench(parser.parse_args(line))
+        bench(bench_parser.parse_args(line))
         if load.kept:
             keep(args.plan, load, line, args.gpus, args.out)
         else:
@@ -90,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,7 @@
-"""Model folders without weights: DeepSeek-V2-Lite's shape, and slices of DeepSeek-V3 at true widths. Run: models.py DIR.
+"""Model folders without weights: DeepSeek-V2-Lite's shape, slices of DeepSeek-V3 at true widths. Run: models.py DIR.
 
-`dsv3_L4` has 1 dense and 3 MoE layers, `dsv3_L2` 1 and 1: half their difference is one MoE layer. Expert groups are 1 of
-1 in place of V3's 4 of 8, because the balanced routing of `vllm bench forward` knows no groups; the choice of experts
-then costs a few microseconds less, the experts themselves the same.
+`dsv3_L4` has 1 dense and 3 MoE layers, `dsv3_L2` 1 and 1: half their difference is one MoE layer. Expert groups are 1
+of 1 in place of V3's 4 of 8, because the balanced routing of `vllm bench forward` knows no groups.
 """
 
 import json

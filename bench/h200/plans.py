@@ -12,7 +12,9 @@ Case = tuple[str, str, int, int, int, int]
 
 
 def prefill(new: int, cached: int = 0) -> Case:
-    return (f"hit_{new}_{cached}", "prefill", new, cached, 0, 0) if cached else (f"prefill_{new}", "prefill", new, 0, 0, 0)
+    return (
+        (f"hit_{new}_{cached}", "prefill", new, cached, 0, 0) if cached else (f"prefill_{new}", "prefill", new, 0, 0, 0)
+    )
 
 
 def decode(batch: int, kv: int) -> Case:
@@ -63,7 +65,7 @@ class Forward:
     args: tuple[str, ...] = ()
 
 
-FORWARD_ARGS = ["--kv-len-jitter", "0", "--iters", "10", "--samples", "5", "--skip-tokenizer-init", "--gpu-memory-utilization", "0.92"]
+FORWARD_ARGS = "--kv-len-jitter=0 --iters=10 --samples=5 --skip-tokenizer-init --gpu-memory-utilization=0.92"
 FORWARD = {
     "dep_gaps": Forward(model="dsv2lite", cases=DEP_GAPS, args=("--max-model-len", "65536", "--max-num-seqs", "512")),
     **{
@@ -87,8 +89,11 @@ class Server:
     env: dict[str, str] = field(default_factory=dict)
 
 
-SERVE_ARGS = ["--load-format", "dummy", "--max-model-len", "8192", "--max-num-seqs", "512", "--no-enable-prefix-caching", "--async-scheduling", "--gpu-memory-utilization", "0.15", "--enable-logging-iteration-details", "--disable-uvicorn-access-log"]
-"""The KV pool is given in bytes (`kv_gib`), so that several servers share a GPU without measuring each other's memory."""
+SERVE_ARGS = (
+    "--load-format=dummy --max-model-len=8192 --max-num-seqs=512 --no-enable-prefix-caching --async-scheduling "
+    "--gpu-memory-utilization=0.15 --enable-logging-iteration-details --disable-uvicorn-access-log"
+)
+"""The KV pool is given in bytes (`kv_gib`): servers that share a GPU do not measure each other's memory."""
 
 
 def kv_gib(gib: int) -> tuple[str, str]:
@@ -100,7 +105,13 @@ def budget(tokens: int) -> tuple[str, str]:
 
 
 def dep(gpus: int, port: int, *more: str, **env: str) -> Server:
-    parallel = ("--data-parallel-size", str(gpus), "--enable-expert-parallel", "--data-parallel-rpc-port", str(port + 50))
+    parallel = (
+        "--data-parallel-size",
+        str(gpus),
+        "--enable-expert-parallel",
+        "--data-parallel-rpc-port",
+        str(port + 50),
+    )
     return Server(gpus=tuple(range(gpus)), port=port, args=(*parallel, *budget(8192), *kv_gib(8), *more), env=env)
 
 
@@ -118,9 +129,7 @@ def aggregated(gpu: int, port: int, tokens: int, captured: int) -> Server:
 
 
 SKEW = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "zipf", "RACKPLAN_ZIPF": "0.5"}
-EPLB = json.dumps(
-    {"window_size": 200, "step_interval": 400, "log_balancedness": True, "log_balancedness_interval": 20}
-)
+EPLB = json.dumps({"window_size": 200, "step_interval": 400, "log_balancedness": True, "log_balancedness_interval": 20})
 
 
 def servers(gpus: int) -> dict[str, Server]:
@@ -143,8 +152,10 @@ PROXY_PORT = 8000
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """One `vllm bench serve` run: random 2048/256, Poisson. `spread`: lengths within +- this fraction; `metrics`: servers
-    whose counters are read after it. A load that is not `kept` only warms up."""
+    """One `vllm bench serve` run: random 2048/256, Poisson. `spread`: lengths within +- this fraction.
+
+    `metrics`: servers whose counters are read after it. A load that is not `kept` only warms up.
+    """
 
     name: str
     port: int
@@ -157,10 +168,20 @@ class Load:
 
 
 def loads(gpus: int) -> dict[str, list[Load]]:
-    def of(server: str, port: int, metrics: tuple[str, ...], *runs: tuple[str, float, int, float], seed: int) -> list[Load]:
+    def of(
+        server: str, port: int, metrics: tuple[str, ...], *runs: tuple[str, float, int, float], seed: int
+    ) -> list[Load]:
         warm = Load(name=f"{server}_warm", port=port, rate=30, prompts=24, seed=seed, metrics=(), kept=False)
         return [warm] + [
-            Load(name=f"{server}_{tag}", port=port, rate=rate, prompts=n, spread=spread, seed=seed + i + 1, metrics=metrics)
+            Load(
+                name=f"{server}_{tag}",
+                port=port,
+                rate=rate,
+                prompts=n,
+                spread=spread,
+                seed=seed + i + 1,
+                metrics=metrics,
+            )
             for i, (tag, rate, n, spread) in enumerate(runs)
         ]
 
@@ -171,7 +192,7 @@ def loads(gpus: int) -> dict[str, list[Load]]:
             "pd", PROXY_PORT, ("prefill", "decode"), ("r3", 3, 90, 0), ("r6", 6, 150, 0), ("r10", 10, 200, 0), seed=2000
         ),
     }
-    for i, name in enumerate(n for n in port if n.startswith("agg")):
+    for name in (n for n in port if n.startswith("agg")):
         plans[name] = of(name, port[name], (name,), ("r6", 6, 120, 0), ("r6var", 6, 120, 0.5), seed=3000)
     for name in ("skew", "skew_eplb"):
         # Long enough before the measured run for EPLB to have moved the experts.

@@ -50,7 +50,9 @@ class Proxy:
                 return web.Response(status=answer.status, body=await answer.read())
             params = (await answer.json())["kv_transfer_params"]
         done, token = time.time(), 0.0
-        async with self.session.post(self.decode, json={**body, "kv_transfer_params": params}, headers=headers) as answer:
+        async with self.session.post(
+            self.decode, json={**body, "kv_transfer_params": params}, headers=headers
+        ) as answer:
             out = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
             await out.prepare(request)
             async for chunk in answer.content.iter_any():

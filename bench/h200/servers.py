@@ -33,7 +33,7 @@ def command(name: str, gpus: int, models: str, out: Path) -> tuple[list[str], di
     server = servers(gpus)[name]
     serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", f"{models}/dsv2lite", "--host", "127.0.0.1"]
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, server.gpus))}
-    return [*serve, "--port", str(server.port), *SERVE_ARGS, *server.args], {**visible, **server.env}
+    return [*serve, "--port", str(server.port), *SERVE_ARGS.split(), *server.args], {**visible, **server.env}
 
 
 def start(name: str, gpus: int, models: str, out: Path) -> None:
@@ -70,12 +70,13 @@ def wait(names: list[str], gpus: int, out: Path, timeout_s: float) -> bool:
             if healthy(port_of(name, gpus)):
                 print(f"{name} healthy after {time.monotonic() - begin:.0f} s", flush=True)
                 pending.discard(name)
-            elif not alive(int((out / f"{name}.pid").read_text())):
+            elif not (pid := out / f"{name}.pid").exists() or not alive(int(pid.read_text())):
                 failed.add(name)
                 pending.discard(name)
         time.sleep(1)
     for name in sorted(failed | pending):
-        lines = (out / f"{name}.log").read_text(errors="replace").splitlines()
+        log = out / f"{name}.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else ["never started"]
         errors = [x for x in lines if "rror" in x][-12:]
         print(f"{name} {'died' if name in failed else 'is late'}:", *(errors or lines[-12:]), sep="\n  ", flush=True)
     return not (failed | pending)
