@@ -16,6 +16,7 @@ import simpy
 from rackplan.engine import Pool
 from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.accounting import GpuTime
+from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import PoolCost
 from rackplan.simulator.prefix_cache import PrefixCache
 from rackplan.simulator.request import NS_PER_MS, Request
@@ -49,7 +50,7 @@ class Instance:
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: Clock,
         model: InstanceModel,
         on_prefilled: Callable[[Sequence, "Instance"], None],
         on_finished: Callable[[Sequence, "Instance"], None],

@@ -8,9 +8,8 @@ when the decode rank has KV room for it; until then the prompt stays on the pref
 
 from collections import deque
 
-import simpy
-
 from rackplan.engine import ModelSpec
+from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import TransferCost
 from rackplan.simulator.instance import Instance
 from rackplan.simulator.pool import PoolOfInstances
@@ -24,7 +23,7 @@ class KvTransfers:
     """All hand-overs of a deployment. `transfer_ns`: (waiting for room, on the way) sums; `count`: hand-overs done."""
 
     def __init__(
-        self, env: simpy.Environment, cost: TransferCost, model: ModelSpec, mode: str, decode: PoolOfInstances
+        self, env: Clock, cost: TransferCost, model: ModelSpec, mode: str, decode: PoolOfInstances
     ) -> None:
         self.env, self.cost, self.model, self.mode, self.decode = env, cost, model, mode, decode
         self._free_at: dict[Link, int] = {}

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import numpy as np
-import simpy
 
+from rackplan.simulator.clock import Clock
 from rackplan.simulator.instance import Instance, InstanceModel
 from rackplan.simulator.request import Request
 from rackplan.simulator.router import RankLoads, Router
@@ -16,7 +16,7 @@ class PoolOfInstances:
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: Clock,
         models: list[InstanceModel],
         router: Router,
         on_prefilled: Callable[[Sequence, Instance], None],

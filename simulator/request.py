@@ -74,7 +74,8 @@ class WorkloadStats:
 class Workload(Protocol):
     """What is asked of the deployment, apart from how hard."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def source(self, load: Load, duration_s: float, streams: Streams) -> Source: ...
 

@@ -13,6 +13,7 @@ import simpy
 
 from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memory
 from rackplan.simulator.acceptance import Acceptance
+from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import Calibration
 from rackplan.simulator.instance import Instance, InstanceModel
 from rackplan.simulator.kv_transfer import KvTransfers
@@ -98,7 +99,7 @@ class _Run:
     ) -> None:
         self.deployment, self.memory, self.options = deployment, memory, options
         streams = Streams(options.seed)
-        self.env = simpy.Environment()
+        self.env = Clock()
         self.source: Source = workload.source(load, options.duration_s, streams)
         self.frontend_ns = round(calibration.frontend_ms * NS_PER_MS)
         self._all_done = self.env.event()
@@ -234,6 +235,7 @@ class _Run:
 
     def _follow(self, event: simpy.Event) -> None:
         self.in_flight -= 1
+        assert isinstance(event.value, Request)
         self._submit(event.value)
 
     def _check_done(self) -> None:

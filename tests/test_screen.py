@@ -73,9 +73,17 @@ def test_a_whatif_shows_what_moved_and_why(plan, capsys):
 
 
 def test_calibration_tables_are_shown(capsys):
-    out = shown(screen.show_calibrations, [{"name": "a", "gpu": "h200"}, {"name": "b", "rows": 12}], capsys)
+    listed = {
+        "name": "a",
+        "model": "m",
+        "gpu": "h200",
+        "rows": 12,
+        "errors": {"decode": {"holdout_median_pct": 1.94, "holdout_p90_pct": 4.2}},
+    }
+    out = shown(screen.show_calibrations, [listed], capsys)
     assert "h200" in out
     assert "12" in out
+    assert "1.9 / 4.2 %" in out
     row = {"id": "F01", "what": "step", "unit": "ms", "measured": 88, "predicted": 90, "error_pct": 2.3, "role": "fit"}
     validation = {"name": "a", "rows": [row], "summary": {"median_abs_error_pct": 2.3}}
     assert "+2.3 %" in shown(screen.show_validation, validation, capsys)

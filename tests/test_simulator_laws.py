@@ -1,7 +1,8 @@
 """Invariants of every run.
 
-1. Every arrival has one outcome. 2. GPU time by cause adds up to all GPU time. 3. Coalesced and step-by-step runs agree,
-request by request. 4. The same seed gives the same run. 5. Times are in order: arrival, scheduled, first token, end.
+1. Every arrival has one outcome. 2. GPU time by cause adds up to all GPU time. 3. Coalesced and step-by-step runs
+agree, request by request. 4. The same seed gives the same run. 5. Times are in order: arrival, scheduled, first token,
+end.
 """
 
 import dataclasses

@@ -51,15 +51,18 @@ class Screening:
         model = self.request.model_spec
         knobs = simplified(layout, knobs, model)
         if not fits_together(layout, knobs, model):
-            return self._refuse("experts do not divide over the GPUs")
+            self._refuse("experts do not divide over the GPUs")
+            return None
         try:
             deployment = make_deployment(self.request.model, self.request.gpu, layout, knobs, None)
             check_memory(deployment, self.demand.longest_tokens)
         except InfeasibleError as e:
             self.memory_refusal = self.memory_refusal or str(e)
-            return self._refuse("memory")
+            self._refuse("memory")
+            return None
         except InputError as e:
-            return self._refuse(str(e))
+            self._refuse(str(e))
+            return None
         found = estimate(deployment, self.demand, self.request.fitted, self.request.slo, self.corrections)
         return Candidate(layout=layout, knobs=knobs, estimate=found, score=self._score(layout, found.rate_req_s))
 

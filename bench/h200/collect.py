@@ -9,8 +9,11 @@ versions, GPU, driver and date of everything). Paths of the machine are cut to t
 import argparse
 import csv
 import gzip
+import io
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -35,6 +38,14 @@ def load_json(path: Path) -> dict:
     return json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
 
 
+@contextmanager
+def zipped(path: Path) -> Iterator[io.StringIO]:
+    """A text file, compressed when closed, of the same bytes whenever it is written."""
+    text = io.StringIO()
+    yield text
+    path.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+
+
 def serving(raw: Path, dest: Path) -> dict[str, tuple[datetime, datetime]]:
     """Copies the runs, writes serving.csv and returns each run's window: `date` is when its client ended."""
     windows = {}
@@ -57,7 +68,7 @@ def iterations(
 ) -> None:
     counts_of = "context_requests,context_tokens,generation_requests"
     columns = f"run,server,second,engine,iteration,{counts_of},logged_ms,kv_usage_pct,dummy"
-    with gzip.open(dest / "iterations.csv.gz", "wt") as f:
+    with zipped(dest / "iterations.csv.gz") as f:
         f.write(columns + "\n")
         for run, (begin, end) in sorted(windows.items()):
             for server in servers_of[run]:
@@ -97,7 +108,7 @@ def nixl(raw: Path, dest: Path, runs: list[str]) -> None:
 def proxy_times(raw: Path, dest: Path, plan: list[tuple[str, int]]) -> None:
     """Rows in the order of arrival, named by run, ms since the run's first arrival; rows past the plan are left out."""
     rows = sorted(csv.reader((raw / "proxy.csv").open()), key=lambda r: r[1])[:-1]  # the header sorts last
-    with gzip.open(dest / "pd_requests.csv.gz", "wt") as f:
+    with zipped(dest / "pd_requests.csv.gz") as f:
         f.write("run,arrival_ms,prefill_done_ms,first_token_ms,end_ms\n")
         for run, count in plan:
             mine, rows = rows[:count], rows[count:]

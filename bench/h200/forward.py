@@ -1,8 +1,8 @@
 """Runs one plan of exact batches and writes each case as it comes. Run: `forward.py PLAN --ranks N --out DIR`.
 
-Writes DIR/bench_forward_PLAN_depN.csv and the log beside it. Columns as in the profiles: new and cached tokens, decoding
-requests and their KV length per rank, median over replays in us, spread of the sample medians in percent. Cases that
-the CSV already has are left out, so a cut run goes on where it stopped.
+Writes DIR/bench_forward_PLAN_depN.csv and the log beside it. Columns as in the profiles: new and cached tokens,
+decoding requests and their KV length per rank, median over replays in us, spread of the sample medians in percent.
+Cases that the CSV already has are left out, so a cut run goes on where it stopped.
 """
 
 import argparse
