@@ -82,6 +82,7 @@ class CalibrationFile(_Part):
     notes: tuple[str, ...] = ()
 
     def save(self, path: Path) -> None:
+        """Write the file as JSON to `path`; `parse_calibration` reads it back."""
         path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
 
 

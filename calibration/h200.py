@@ -149,10 +149,12 @@ def predict_ms(values: dict[str, float], rows: list[Row]) -> np.ndarray:
 
 
 def error_pct(values: dict[str, float], rows: list[Row]) -> np.ndarray:
+    """Signed errors of the GPU time of `rows`, % of what was measured, (rows,)."""
     return (predict_ms(values, rows) / np.array([r.measured_ms for r in rows]) - 1) * 100
 
 
 def fit_gpu(rows: list[Row], start: dict[str, float] | None = None) -> Solution:
+    """Least squares over relative errors of `rows`, from `start` or the unknowns' own starts."""
     measured = np.array([r.measured_ms for r in rows])
     unknowns = {k: u._replace(start=start[k] or u.start) for k, u in ALL_UNKNOWNS.items()} if start else ALL_UNKNOWNS
     weight = np.sqrt([SERVED_WEIGHT if r.served else 1.0 for r in rows])
@@ -232,6 +234,7 @@ class Fit:
 
 
 def served_runs() -> list[ServedRun]:
+    """The client runs that are embedded, in a fixed order."""
     return [read_served(path) for path in SERVED_RUNS.values()]
 
 

@@ -104,6 +104,7 @@ def target_sigma() -> float:
 
 
 def draft_sigma() -> float:
+    """Skew of the draft's experts from F31, at the batch of F29."""
     return fit_skew(experts=128, top_k=3, layers=3, gpus=32, tokens_per_gpu=432, balancedness=fit_value("F31"))
 
 
@@ -149,6 +150,7 @@ def terms_ms(calibration: FittedCalibration, setting: Setting) -> dict[str, floa
 
 
 def prefill_setting(new: int, cached: int, *, off: tuple[str, ...] = (), dep: int = 2) -> Setting:
+    """One chunk a rank of `new` tokens after `cached` ones on GB300, the fixes named in `off` undone."""
     return Setting("gb300", dep, Batch(chunks=1, new_tokens=new, cached_tokens=cached), fixes_off=off)
 
 

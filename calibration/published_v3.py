@@ -73,6 +73,7 @@ FIT_ROWS = {"F59": prefill_tok_s, "F60": decode_tok_s}
 
 
 def draft_of(values: dict[str, float]) -> CalibrationFile:
+    """The calibration with fitted `values` and without its errors, which `build` adds."""
     base = calibration_file("gb300-v4.1-flash")
     prefill = MeasuredRange(dep=(2, 2), batch=(32, 32), context_tokens=(0, 0), new_tokens=(2048, 2048), drafts=(0, 0))
     decode = MeasuredRange(dep=(8, 8), batch=(512, 512), context_tokens=(2048, 4096), new_tokens=(0, 0), drafts=(0, 0))
@@ -96,6 +97,7 @@ def draft_of(values: dict[str, float]) -> CalibrationFile:
 
 
 def fit_figures() -> Solution:
+    """Solve for UNKNOWNS so that the figures of FIT_ROWS are predicted."""
     def residuals(values: dict[str, float]) -> np.ndarray:
         calibration = FittedCalibration(draft_of(values))
         return np.array([predict(calibration) / fit_value(id) - 1 for id, predict in FIT_ROWS.items()])
@@ -104,6 +106,7 @@ def fit_figures() -> Solution:
 
 
 def build() -> CalibrationFile:
+    """The `gb200-v3` file: one figure a pool, so its errors are stated (UNSURE_PCT), not held out."""
     solution = fit_figures()
     errors = {
         pool: FitError(

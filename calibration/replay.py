@@ -21,7 +21,7 @@ from rackplan.calibration.published import MODEL, REPLAY_CHUNK_TOKENS, REPLAY_FI
 from rackplan.engine import Deployment, parse_deployment
 from rackplan.simulator.agentx import AGENTX
 from rackplan.simulator.metrics import metrics_of
-from rackplan.simulator.request import NS_PER_S, Load, Request, Source, Workload, WorkloadStats
+from rackplan.simulator.request import NS_PER_S, Load, Request, Source, Workload
 from rackplan.simulator.simulate import RunOptions, SimResult, simulate
 from rackplan.simulator.streams import Streams
 from rackplan.simulator.traces import read_trace
@@ -51,16 +51,6 @@ class RankStreams:
         prompts = _agentx_prompts(streams, round(duration_s))
         return _RankStreamsSource(prompts, self.ranks, self.stagger_s)
 
-    def stats(self) -> WorkloadStats:
-        prompts = _agentx_prompts(Streams(0), round(MEASURED_S))
-        mean = float(prompts.mean())
-        return WorkloadStats(
-            mean_input_tokens=mean,
-            mean_output_tokens=1.0,
-            mean_new_tokens=mean,
-            max_total_tokens=int(prompts.max()) + 1,
-        )
-
 
 class _RankStreamsSource:
     def __init__(self, prompts: np.ndarray, ranks: int, stagger_s: float) -> None:
@@ -81,7 +71,7 @@ class _RankStreamsSource:
 
 def _agentx_prompts(streams: Streams, count: int) -> np.ndarray:
     """Input tokens of `count` requests drawn from AgentX."""
-    trees = AGENTX.corpus(streams.seed)
+    trees = AGENTX.corpus()
     inputs = np.array([turn.input_tokens for tree in trees for stream in tree.streams for turn in stream.turns])
     return streams["prompts"].choice(inputs, size=count)
 
@@ -95,9 +85,6 @@ class PrefillOnly:
 
     def source(self, load: Load, duration_s: float, streams: Streams) -> Source:
         return _PrefillOnlySource(self.of.source(load, duration_s, streams))
-
-    def stats(self) -> WorkloadStats:
-        return self.of.stats()
 
 
 class _PrefillOnlySource:

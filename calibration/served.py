@@ -32,6 +32,7 @@ class ServedRun:
 
 
 def read_served(path: Path) -> ServedRun:
+    """A gzipped `vllm bench serve --save-detailed` JSON; token times are seconds on the client's clock."""
     data = json.loads(gzip.decompress(path.read_bytes()))
     start, ttft = np.array(data["start_times"]), np.array(data["ttfts"])
     first = start + ttft

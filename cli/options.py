@@ -14,7 +14,11 @@ from rackplan.engine import Deployment, InputError, load_deployment, parse_deplo
 
 _TPS_FACTOR = {"": 1.0, "k": 1e3, "m": 1e6}
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_MOST = 1e15
+"""Beyond it a number is a slip of the hand, and arithmetic in ns would overflow."""
+MOST_DURATION_S = 30 * 86400.0
+"""Of simulated time and of latencies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +36,20 @@ def parse_tps(text: str | float, option: str = "--target-tps") -> float:
     """Tokens per second from 954000, 900k or 1.2M. Raises InputError unless it is a number above 0."""
     match = re.fullmatch(_NUMBER + r"([kKmM]?)", str(text).strip())
     value = float(match[1]) * _TPS_FACTOR[match[2].lower()] if match else 0.0
-    if value <= 0:
+    if not 0 < value <= _MOST:
         raise InputError(f"{option} {text}: not a rate in tok/s; write 900k, 1.2M or 954000")
     return value
 
 
 def parse_duration(text: str, option: str = "--duration") -> float:
-    """Seconds from 500ms, 10s, 2m or 1h. A bare number is refused: traces disagree on whether it means s or ms."""
+    """Seconds from 500ms, 10s, 2m or 1h. A bare number is refused: traces disagree on whether it means s or ms.
+    Raises InputError there, and on 0 and on more than 30 days."""
     match = re.fullmatch(_NUMBER + r"(ms|s|m|h)", text.strip())
     value = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if value <= 0:
         raise InputError(f"{option} {text}: not a time above 0 with its unit; write 10s, 500ms or 2m")
+    if value > MOST_DURATION_S:
+        raise InputError(f"{option} {text}: more than 30 days; write {MOST_DURATION_S / 3600:g}h or less")
     return value
 
 
@@ -54,13 +61,16 @@ def parse_set(text: str) -> tuple[str, str]:
     return key, value
 
 
-def parse_int(option: str, least: int = 0) -> Callable[[str | int], int]:
-    """A parser of whole numbers of at least `least` that names `option` when it refuses."""
+def parse_int(option: str, least: int = 0, most: int = 10**12 - 1) -> Callable[[str | int], int]:
+    """A parser of whole numbers from `least` to `most` that names `option` when it refuses."""
 
     def parse(text: str | int) -> int:
-        if not re.fullmatch(r"\d{1,12}", str(text).strip()) or int(text) < least:
+        digits = str(text).strip()
+        if not re.fullmatch(r"[0-9]+", digits) or (len(digits) <= 12 and int(digits) < least):
             raise InputError(f"{option} {text}: not a whole number; write {least} or more")
-        return int(text)
+        if len(digits) > 12 or int(digits) > most:
+            raise InputError(f"{option} {text}: too large; write {most} or less")
+        return int(digits)
 
     return parse
 
@@ -70,7 +80,7 @@ def parse_above_zero(option: str, example: str) -> Callable[[str | float], float
 
     def parse(text: str | float) -> float:
         value = float(text) if re.fullmatch(_NUMBER, str(text).strip()) else 0.0
-        if value <= 0:
+        if not 0 < value <= _MOST:
             raise InputError(f"{option} {text}: not a number above 0; write {example}")
         return value
 

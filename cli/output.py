@@ -38,6 +38,7 @@ def to_json(document: Any) -> str:
 
 
 def print_json(document: Any) -> None:
+    """Write `document` to stdout, with nothing beside it."""
     sys.stdout.write(to_json(document))
 
 

@@ -9,8 +9,8 @@ from rackplan.cli import options
 from rackplan.engine import GPUS, MODELS
 
 
-def _whole(name: str, least: int, metavar: str, about: str) -> Any:
-    return typer.Option(name, parser=options.parse_int(name, least), metavar=metavar, help=about)
+def _whole(name: str, least: int, metavar: str, about: str, most: int = 10**12 - 1) -> Any:
+    return typer.Option(name, parser=options.parse_int(name, least, most), metavar=metavar, help=about)
 
 
 def _above_zero(name: str, example: str, metavar: str, about: str) -> Any:

@@ -263,7 +263,7 @@ def _runners_up(rows: Sequence[Document], count: str, console: Console) -> None:
     if not rows:
         return
     table = _table("Runners-up", "Configuration", "GPUs", f"{count} tok/s/GPU", "P90 tok/s/user", "P90 TTFT", "Why not")
-    for row in rows[:4]:
+    for row in rows:
         metrics = row["metrics"]
         table.add_row(
             row["label"],

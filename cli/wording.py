@@ -51,6 +51,7 @@ def percent(share: float | None) -> str:
 
 
 def usd(value: float | None) -> str:
+    """An amount in US dollars with three significant digits; a dash for None."""
     return "–" if value is None else f"${number(value)}"
 
 
@@ -61,6 +62,7 @@ def pool_phrase(pool: Mapping[str, Any]) -> str:
 
 
 def pool_gpus(pool: Mapping[str, Any]) -> int:
+    """GPUs of a pool as documents state it: instances x dep x tp."""
     return int(pool["instances"]) * int(pool["dep"]) * int(pool.get("tp", 1))
 
 
@@ -102,14 +104,17 @@ def achieved_tps(metrics: Mapping[str, Any], target: Mapping[str, Any]) -> float
 
 
 def unit(target: Mapping[str, Any]) -> str:
+    """The target's unit: tok/s/GPU, or tok/s of the whole deployment."""
     return "tok/s/GPU" if target["per"] == "gpu" else "tok/s"
 
 
 def target_phrase(target: Mapping[str, Any]) -> str:
+    """The target as people say it: 900k total tok/s per gpu."""
     return f"{rate(target['tps'])} {target['count']} tok/s per {target['per']}"
 
 
 def slo_phrase(slo: Mapping[str, Any]) -> str:
+    """Both objectives in one phrase, with units."""
     return (
         f"P90 interactivity ≥ {number(slo['p90_interactivity_tok_s_user'])} tok/s/user, "
         f"P90 TTFT ≤ {time_ms(slo['p90_ttft_ms'])}"

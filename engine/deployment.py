@@ -76,18 +76,26 @@ class Eplb(_Part):
 
 
 class Speculation(_Part):
+    """Speculative decoding: `draft_tokens` a step, verified by decode and aggregated pools; 0 is off."""
+
     draft_tokens: int = Field(0, ge=0)
 
 
 class KvTransfer(_Part):
+    """Who moves a prompt's KV: `push` by the prefill worker, `pull` on the decode worker's own thread."""
+
     mode: Literal["push", "pull"] = "push"
 
 
 class DpSync(_Part):
+    """The all-reduce on the CPU with which data-parallel ranks agree on each step."""
+
     algorithm: SyncAlgorithm = "recursive_doubling"
 
 
 class Router(_Part):
+    """How requests find a rank of the pool that they enter first; decode pools take the rank with fewest requests."""
+
     policy: RouterPolicy = "prefix_affinity"
 
 
@@ -131,12 +139,15 @@ class Deployment(_Part):
         return self.max_model_len or self.model_spec.max_model_len
 
     def pools_of(self, role: Role) -> tuple[Pool, ...]:
+        """The pools of `role`, in order; none where the deployment has none."""
         return tuple(p for p in self.pools if p.role == role)
 
     def to_dict(self) -> dict[str, Any]:
+        """Every field, defaults too, as JSON has it; `parse_deployment` makes an equal deployment of it."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
+        """`to_dict` as YAML: what is launched is what was simulated."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     @model_validator(mode="after")
@@ -145,8 +156,7 @@ class Deployment(_Part):
         if roles != ["aggregated"] and not ({"prefill", "decode"} == set(roles)):
             raise ValueError(f"pools={roles}: give one aggregated pool, or prefill and decode pools")
         model, gpu = self.model_spec, self.gpu_spec
-        if self.eplb.redundant_experts and not self.eplb.enabled:
-            raise ValueError("eplb.redundant_experts has no effect while eplb.enabled=false; enable it or set 0")
+        _check_effect(self)
         if self.speculation.draft_tokens > model.max_draft_tokens:
             raise ValueError(
                 f"speculation.draft_tokens={self.speculation.draft_tokens}: {self.model} takes at most "
@@ -157,6 +167,17 @@ class Deployment(_Part):
         for p in self.pools:
             _check_pool(p, self, model, gpu)
         return self
+
+
+def _check_effect(deployment: Deployment) -> None:
+    """What is set away from its default must do something; vLLM would ignore it in silence."""
+    eplb, usual = deployment.eplb, Eplb()
+    for key in ("redundant_experts", "window_steps", "interval_steps", "use_async"):
+        if not eplb.enabled and getattr(eplb, key) != getattr(usual, key):
+            mend = f"set {getattr(usual, key)}".lower()
+            raise ValueError(f"eplb.{key} has no effect while eplb.enabled=false; enable it or {mend}")
+    if deployment.kv_transfer.mode == "pull" and not deployment.disaggregated:
+        raise ValueError("kv_transfer.mode=pull has no effect: an aggregated pool hands no KV over; remove it")
 
 
 def _check_pool(pool: Pool, deployment: Deployment, model: ModelSpec, gpu: GpuSpec) -> None:

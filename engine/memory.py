@@ -39,6 +39,7 @@ class MemoryPlan:
     kv_tokens: int
 
     def to_dict(self) -> dict:
+        """The fields by name, GiB rounded to 4 digits."""
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 

@@ -129,6 +129,7 @@ def model_spec(name: str, gpu: str | None = None) -> ModelSpec:
 
 
 def gpu_spec(name: str) -> GpuSpec:
+    """The GPU of that name. Raises InputError that tells which there are."""
     if name not in GPUS:
         raise InputError(f"gpu={name}: unknown; one of {', '.join(GPUS)}")
     return GPUS[name]

@@ -14,6 +14,7 @@ class GpuTime:
         self.busy_ns = 0
 
     def book_idle(self, cause: str, ns: int) -> None:
+        """Book `ns` in which no step ran, on all GPUs, to `cause`."""
         self.ns[cause] += ns * self.gpus
 
     def book_steps(self, times: StepTimes, wall_ns: np.ndarray, idle_share: float, idle_cause: str) -> None:

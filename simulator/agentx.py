@@ -15,7 +15,7 @@ the previous turn holds. Not modelled: main requests that belong to 1,422 side c
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -25,7 +25,7 @@ from scipy.special import ndtri
 from rackplan.simulator.sessions import SessionTree, SessionWorkload, Stream, Turn
 from rackplan.simulator.streams import Streams
 
-# AgentX loops over its 393 sessions; a corpus of this many is drawn per seed and looped over likewise.
+# AgentX loops over its 393 sessions; a corpus of this many is drawn once and looped over likewise.
 CORPUS_SESSIONS = 512
 
 Array = np.ndarray
@@ -289,9 +289,9 @@ def _quantiles(values: Array, *percents: int) -> dict[str, float]:
     return {f"p{p}": float(v) for p, v in zip(percents, np.percentile(values, percents), strict=True)}
 
 
-@lru_cache(maxsize=4)
-def _corpus(seed: int) -> list[SessionTree]:
-    return generate_trees(Streams(seed)["sessions"], CORPUS_SESSIONS)
+@cache
+def _corpus() -> list[SessionTree]:
+    return generate_trees(Streams(0)["sessions"], CORPUS_SESSIONS)
 
 
 AGENTX = SessionWorkload(name="agentx", corpus=_corpus)

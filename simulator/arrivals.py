@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 
 from rackplan.engine import InputError
-from rackplan.simulator.request import NS_PER_S, Load, Request, Source, WorkloadStats
+from rackplan.simulator.request import NS_PER_S, Load, Request, Source
 from rackplan.simulator.streams import Streams
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -129,16 +129,6 @@ class TraceWorkload:
             times_s *= (len(times_s) - 1) / (load.rate_req_s * times_s[-1])
         return OpenLoop(self._bodies(), (times_s[times_s < duration_s] * NS_PER_S).astype(np.int64).tolist())
 
-    def stats(self) -> WorkloadStats:
-        inputs = np.array([r.input_tokens for r in self.rows])
-        outputs = np.array([r.output_tokens for r in self.rows])
-        return WorkloadStats(
-            mean_input_tokens=float(inputs.mean()),
-            mean_output_tokens=float(outputs.mean()),
-            mean_new_tokens=float((inputs - _infinite_hits(self.rows)).mean()),
-            max_total_tokens=int((inputs + outputs).max()),
-        )
-
     def _bodies(self) -> Iterator[Request]:
         for i, r in enumerate(self.rows):
             yield Request(
@@ -150,15 +140,3 @@ class TraceWorkload:
                 block_tokens=MOONCAKE_BLOCK_TOKENS,
                 cached_tokens=r.cached_tokens,
             )
-
-
-def _infinite_hits(rows: tuple[Row, ...]) -> np.ndarray:
-    """Input tokens (requests,) that an infinite prefix cache hits; those measured where the file has them."""
-    seen: set[int] = set()
-    hits = np.zeros(len(rows), np.int64)
-    for i, row in enumerate(rows):
-        blocks = row.hash_ids or ()
-        held = next((n for n, block in enumerate(blocks) if block not in seen), len(blocks))
-        seen.update(blocks)
-        hits[i] = row.cached_tokens or min(held * MOONCAKE_BLOCK_TOKENS, row.input_tokens)
-    return hits

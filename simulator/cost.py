@@ -89,9 +89,13 @@ class Calibration(Protocol):
     name: str
     frontend_ms: float
 
-    def pool_cost(self, deployment: Deployment, pool: Pool) -> PoolCost: ...
+    def pool_cost(self, deployment: Deployment, pool: Pool) -> PoolCost:
+        """Step costs of `pool`. Raises InputError where the deployment is not of the calibrated model and GPU."""
+        ...
 
-    def transfer_cost(self, deployment: Deployment) -> TransferCost: ...
+    def transfer_cost(self, deployment: Deployment) -> TransferCost:
+        """What handing a prompt's KV over costs."""
+        ...
 
     def balancedness(self, deployment: Deployment, pool: Pool, tokens_per_rank: float) -> float:
         """Expected mean / max of routed tokens per GPU in a step of `pool`."""

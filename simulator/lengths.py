@@ -4,16 +4,14 @@ Lengths come from streams["lengths"] and arrivals from streams["arrivals"], so r
 every load.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
 from rackplan.engine import InputError
 from rackplan.simulator.arrivals import ClosedLoop, OpenLoop, check_load, gamma_times
-from rackplan.simulator.request import Load, Request, Source, WorkloadStats
+from rackplan.simulator.request import Load, Request, Source
 from rackplan.simulator.streams import Streams
 
 _CHUNK = 4096
@@ -49,16 +47,6 @@ class LengthsWorkload:
         assert load.concurrency is not None  # check_load has seen to it
         return ClosedLoop(bodies, load.concurrency, duration_s)
 
-    def stats(self) -> WorkloadStats:
-        scale = _clipped_lognormal_mean(self.sigma)
-        longest = math.exp(_SIGMAS * self.sigma)
-        return WorkloadStats(
-            mean_input_tokens=self.input_p50 * scale,
-            mean_output_tokens=self.output_p50 * scale,
-            mean_new_tokens=self.input_p50 * scale,
-            max_total_tokens=round(self.input_p50 * longest) + round(self.output_p50 * longest),
-        )
-
     def _bodies(self, rng: np.random.Generator) -> Iterator[Request]:
         medians = np.array([self.input_p50, self.output_p50])
         request_id = 0
@@ -68,10 +56,3 @@ class LengthsWorkload:
             for input_tokens, output_tokens in tokens.tolist():
                 yield Request(request_id, 0, input_tokens, output_tokens)
                 request_id += 1
-
-
-def _clipped_lognormal_mean(sigma: float) -> float:
-    """Mean of exp(sigma z) for a standard normal z clipped to +-`_SIGMAS`."""
-    cdf = NormalDist().cdf
-    inside = math.exp(sigma**2 / 2) * (cdf(_SIGMAS - sigma) - cdf(-_SIGMAS - sigma))
-    return inside + cdf(-_SIGMAS) * (math.exp(_SIGMAS * sigma) + math.exp(-_SIGMAS * sigma))

@@ -158,7 +158,7 @@ def _interval(values: list[float]) -> list[float]:
     if len(values) < 2:
         return [mean, mean]
     half = float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
-    return [mean - half, mean + half]
+    return [max(0.0, mean - half), mean + half]
 
 
 def _zip_numbers(runs: list[dict], of: Callable[[list[float]], object]) -> dict:

@@ -47,7 +47,9 @@ class Load:
 class Source(Protocol):
     """Requests in time: `arrivals` yields what comes by itself, in order; `finished` what follows from an end."""
 
-    def arrivals(self) -> Iterator[Request]: ...
+    def arrivals(self) -> Iterator[Request]:
+        """Requests that come by themselves, in order of `arrival_ns`."""
+        ...
 
     def finished(self, request: Request, now_ns: int) -> list[Request]:
         """Requests that the end of `request` causes, each with `arrival_ns` >= `now_ns`."""
@@ -58,25 +60,12 @@ class Source(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadStats:
-    """Means per request, for closed-form estimates. `mean_new_tokens`: input that an infinite prefix cache misses."""
-
-    mean_input_tokens: float
-    mean_output_tokens: float
-    mean_new_tokens: float
-    max_total_tokens: int
-    requests_per_session: float = 1.0
-    think_s_per_request: float = 0.0
-    streams_per_session: float = 1.0
-
-
 class Workload(Protocol):
     """What is asked of the deployment, apart from how hard."""
 
     @property
     def name(self) -> str: ...
 
-    def source(self, load: Load, duration_s: float, streams: Streams) -> Source: ...
-
-    def stats(self) -> WorkloadStats: ...
+    def source(self, load: Load, duration_s: float, streams: Streams) -> Source:
+        """The requests that `load` makes of it for `duration_s`. Raises InputError on a load that it cannot take."""
+        ...

@@ -27,12 +27,16 @@ class RankLoads:
 
 
 class Router(Protocol):
+    """A policy: it sees the ranks' loads and changes nothing of them."""
+
     def choose(self, request: Request, loads: RankLoads) -> int:
         """The rank of the pool that takes `request`. Ties go to the lowest rank."""
         ...
 
 
 class RoundRobin:
+    """Ranks in turn, whatever they hold."""
+
     def __init__(self) -> None:
         self._next = -1
 
@@ -42,11 +46,15 @@ class RoundRobin:
 
 
 class LeastRequests:
+    """The rank with the fewest requests, as vLLM's front end balances; long prompts count like short ones."""
+
     def choose(self, request: Request, loads: RankLoads) -> int:
         return int(loads.requests.argmin())
 
 
 class LeastTokens:
+    """The rank with the fewest tokens asked for."""
+
     def choose(self, request: Request, loads: RankLoads) -> int:
         return int(loads.tokens.argmin())
 
@@ -75,4 +83,5 @@ _POLICIES: dict[str, type[Router]] = {
 
 
 def make_router(policy: RouterPolicy) -> Router:
+    """A fresh router of `policy`; each pool has its own."""
     return _POLICIES[policy]()

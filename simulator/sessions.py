@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from rackplan.simulator.arrivals import check_load, gamma_times
-from rackplan.simulator.request import NS_PER_S, Load, Request, Source, WorkloadStats
+from rackplan.simulator.request import NS_PER_S, Load, Request, Source
 from rackplan.simulator.streams import Streams
 
 MAX_DELAY_S = 300.0
@@ -294,28 +294,13 @@ def _service_s(turn: Turn) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionWorkload:
-    """Trees to play; `corpus` gives those of a seed. `notes`: what its reader left out or assumed."""
+    """Trees to play, of a fixed `corpus`: a seed draws where its lanes start. `notes`: what its reader left out."""
 
     name: str
-    corpus: Callable[[int], Sequence[SessionTree]]
+    corpus: Callable[[], Sequence[SessionTree]]
     notes: tuple[str, ...] = ()
 
     def source(self, load: Load, duration_s: float, streams: Streams) -> Source:
         """Closed loop of `load.concurrency` trees, or trees arriving so that requests come at `load.rate_req_s`."""
         check_load(load, self.name)
-        return SessionSource(self.corpus(streams.seed), load, duration_s, streams)
-
-    def stats(self) -> WorkloadStats:
-        """Means over the trees of seed 0, delays capped as they are replayed."""
-        trees = self.corpus(0)
-        turns = [turn for tree in trees for stream in tree.streams for turn in stream.turns]
-        inputs, outputs, reuse, delays_s = (np.array(column, dtype=float) for column in zip(*turns, strict=True))
-        return WorkloadStats(
-            mean_input_tokens=float(inputs.mean()),
-            mean_output_tokens=float(outputs.mean()),
-            mean_new_tokens=float((inputs - reuse).mean()),
-            max_total_tokens=int((inputs + outputs).max()),
-            requests_per_session=len(turns) / len(trees),
-            think_s_per_request=float(np.minimum(delays_s, MAX_DELAY_S).mean()),
-            streams_per_session=sum(len(t.streams) for t in trees) / len(trees),
-        )
+        return SessionSource(self.corpus(), load, duration_s, streams)

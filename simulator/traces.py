@@ -219,7 +219,7 @@ def _read_agentic(path: Path, records: list[dict[str, Any]]) -> SessionWorkload:
     if not trees:
         raise InputError(f"{path}: holds no request; give {_FORMATS}")
     notes = (f"{empty} requests without output skipped",) if empty else ()
-    return SessionWorkload(name=path.name, corpus=lambda seed: trees, notes=notes)
+    return SessionWorkload(name=path.name, corpus=lambda: trees, notes=notes)
 
 
 class _Agentic(NamedTuple):

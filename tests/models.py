@@ -6,7 +6,7 @@ import numpy as np
 
 from rackplan.engine import Deployment, Pool, parse_deployment
 from rackplan.simulator.cost import SharedTime, TransferCost
-from rackplan.simulator.request import Load, Request, Source, WorkloadStats
+from rackplan.simulator.request import Load, Request, Source
 from rackplan.simulator.streams import Streams
 
 
@@ -85,9 +85,6 @@ class GivenRequests:
 
     def primed(self) -> list[tuple[int, int]]:
         return self._primed
-
-    def stats(self) -> WorkloadStats:
-        raise NotImplementedError
 
 
 def requests(arrivals_s, inputs, outputs) -> list[Request]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rackplan.simulator.agentx import generate_trees, published, session_statistics
+from rackplan.simulator.agentx import AGENTX, generate_trees, published, session_statistics
 from rackplan.simulator.request import Load
 from rackplan.simulator.sessions import SessionTree
 from rackplan.simulator.streams import Streams
@@ -49,13 +49,15 @@ def test_another_seed_matches_within_12_percent() -> None:
 
 
 def test_corpus_that_is_replayed_matches_too() -> None:
-    stats, want = parse_workload("agentx").stats(), published()
-    assert stats.mean_input_tokens == pytest.approx(want["input_tokens"] / want["requests"], rel=0.10)
-    assert stats.mean_output_tokens == pytest.approx(want["output_tokens"] / want["requests"], rel=0.10)
-    assert stats.requests_per_session == pytest.approx(want["requests"] / want["sessions"], rel=0.10)
+    want = published()
+    turns = [turn for tree in AGENTX.corpus() for stream in tree.streams for turn in stream.turns]
+    inputs, outputs, reuse, _ = (np.array(c, dtype=float) for c in zip(*turns, strict=True))
+    assert inputs.mean() == pytest.approx(want["input_tokens"] / want["requests"], rel=0.10)
+    assert outputs.mean() == pytest.approx(want["output_tokens"] / want["requests"], rel=0.10)
+    assert len(turns) / len(AGENTX.corpus()) == pytest.approx(want["requests"] / want["sessions"], rel=0.10)
     # What an infinite cache misses is a small difference of large numbers.
-    assert stats.mean_new_tokens == pytest.approx((1 - want["hit_infinite"]) * stats.mean_input_tokens, rel=0.15)
-    assert stats.max_total_tokens <= 1_048_576
+    assert (inputs - reuse).mean() == pytest.approx((1 - want["hit_infinite"]) * inputs.mean(), rel=0.15)
+    assert (inputs + outputs).max() <= 1_048_576
 
 
 def test_contexts_grow_from_what_the_previous_turn_held(trees: list[SessionTree]) -> None:

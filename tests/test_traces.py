@@ -15,6 +15,7 @@ from rackplan.simulator.sessions import SessionWorkload
 from rackplan.simulator.streams import Streams
 from rackplan.simulator.traces import read_trace
 from rackplan.simulator.workloads import parse_workload
+from rackplan.tuner.demand import play_demand
 
 WORKLOADS = Path(os.environ.get("RACKPLAN_WORKLOADS") or Path(__file__).parents[1] / ".." / "shared" / "workloads")
 
@@ -77,8 +78,9 @@ def test_mooncake_unit_of_time_is_told_from_its_stamps(tmp_path: Path, stamps: l
 
 
 def test_infinite_cache_hits_of_hashed_blocks_are_counted(tmp_path: Path) -> None:
-    stats = trace_of(write(tmp_path, MOONCAKE % (0, 2) + MOONCAKE % (900, 3) + MOONCAKE % (1800, 2))).stats()
-    assert stats.mean_new_tokens == pytest.approx((1000 + (1000 - 512) + 0) / 3)
+    workload = trace_of(write(tmp_path, MOONCAKE % (0, 2) + MOONCAKE % (900, 3) + MOONCAKE % (1800, 2)))
+    demand = play_demand(workload, e2e_s=1.0, duration_s=10.0, seed=0)
+    assert demand.new_tokens == pytest.approx((1000 + (1000 - 512) + 0) / 3)
 
 
 def test_rows_out_of_order_are_sorted_and_failed_ones_skipped(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_agentic_rows_become_trees(tmp_path: Path) -> None:
         "b,main,0,0,500,5,0,0,1,0",
     ]
     workload = sessions_of(write(tmp_path, AGENTIC + "\n".join(rows)))
-    tree, other = workload.corpus(0)
+    tree, other = workload.corpus()
     main, sub = tree.streams
     assert [t[2:] for t in main.turns] == [(0, 0.0), (960, 90.0), (1280, 20.0)]
     assert [t[2:] for t in sub.turns] == [(256, 20.0), (640, 5.0)]
@@ -195,7 +197,7 @@ def test_agentic_rows_become_trees(tmp_path: Path) -> None:
 def test_recorded_agentic_sessions_hit_what_the_file_says() -> None:
     """Source of the figure: agentic_requests.csv, sum of prev_lcp_blk x 64 over sum of in_tok."""
     workload = sessions_of(recorded("agentic_requests.csv.gz"))
-    trees = workload.corpus(0)
+    trees = workload.corpus()
     assert len(trees) == 710
     assert sum(t.requests for t in trees) == 49334 - 27
     streams = [s for t in trees for s in t.streams]

@@ -88,9 +88,14 @@ def seat_warning(found: Probe) -> list[str]:
     pools = [p for p in found.deployment.pools if p.role != "prefill"]
     seats = sum(p.instances * p.dep * p.max_num_seqs for p in pools)
     role = pools[0].role
-    in_flight = found.metrics["request_throughput_req_s"] * found.metrics["e2e_ms"]["mean"] / 1e3
+    metrics = found.metrics
+    # Where prefill is apart, a request takes a decode seat after its first token alone.
+    seated_ms = metrics["e2e_ms"]["mean"] - (metrics["ttft_ms"]["mean"] if found.deployment.disaggregated else 0.0)
+    in_flight = metrics["request_throughput_req_s"] * metrics["e2e_ms"]["mean"] / 1e3
+    seated = metrics["request_throughput_req_s"] * seated_ms / 1e3
     ranks = seats // pools[0].max_num_seqs
-    asked = found.load.concurrency if found.load.concurrency and in_flight > 0.5 * found.load.concurrency else in_flight
+    clients = found.load.concurrency or 0
+    asked = clients if in_flight > 0.9 * clients > 0 else seated  # clients that never pause are all there at once
     if asked <= seats:
         return []
     return [

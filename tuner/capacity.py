@@ -33,6 +33,7 @@ class Corrections:
     aggregated_share: float = DEFAULT_SHARE
 
     def share_of(self, dep: int) -> float:
+        """The share of its ideal rate that a prefill pool of width `dep` keeps; DEFAULT_SHARE where no pilot ran."""
         return self.prefill_share.get(dep, DEFAULT_SHARE)
 
 
@@ -47,6 +48,7 @@ class Estimate:
     why: str
 
     def e2e_s(self, demand: Demand) -> float:
+        """Time of a mean request from arrival to its last token, s."""
         return (self.ttft_ms + self.tpot_ms * demand.output_tokens) / 1e3
 
 

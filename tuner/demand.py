@@ -35,6 +35,10 @@ class Demand:
     def total_tokens(self) -> float:
         return self.input_tokens + self.output_tokens
 
+    def counted_tokens(self, count: str) -> float:
+        """Tokens of a mean request that a target counts: `total` (cached input + new input + output) or `output`."""
+        return self.output_tokens if count == "output" else self.total_tokens
+
 
 def is_open_loop(workload: Workload) -> bool:
     """Is the load a rate (recorded arrivals, stretched) and not a concurrency?"""

@@ -7,6 +7,7 @@ from rackplan.tuner.probe import Probe
 
 
 def load_document(load: Load) -> dict:
+    """A load as the documents state it."""
     return {"concurrency": load.concurrency, "rate_req_s": load.rate_req_s, "cv": load.cv}
 
 

@@ -19,10 +19,10 @@ from rackplan.tuner.space import (
     default_knobs,
     disaggregated_layouts,
     fits_together,
-    instances_for,
     make_deployment,
     prefill_widths,
     simplified,
+    sized_layout,
 )
 
 OVERPROVISION = (1.0, 1.15, 1.35)
@@ -31,6 +31,8 @@ OVERPROVISION = (1.0, 1.15, 1.35)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
+    """A layout with knobs, its closed-form estimate, and its score (higher is better; see Screening)."""
+
     layout: Layout
     knobs: Knobs
     estimate: Estimate
@@ -70,8 +72,7 @@ class Screening:
         if rate_req_s <= 0:
             self._refuse("p90_interactivity")
             return -math.inf
-        counted = self.demand.output_tokens if self.request.count == "output" else self.demand.total_tokens
-        tps = rate_req_s * counted
+        tps = rate_req_s * self.demand.counted_tokens(self.request.count)
         if self.request.per == "gpu":
             return tps / layout.gpus
         return -layout.gpus * max(1.0, self.request.target_tps / tps) ** 2
@@ -120,18 +121,19 @@ class Screening:
 
     def _sized_layouts(self, rates: dict[tuple[str, int], float]) -> list[Layout]:
         """Layouts with as many instances as the target needs, where they fit."""
-        counted = self.demand.output_tokens if self.request.count == "output" else self.demand.total_tokens
-        need = self.request.target_tps / counted
-        by_role = {role: {w: r for (x, w), r in rates.items() if x == role and r > 0} for role in
-                   ("prefill", "decode", "aggregated")}  # fmt: skip
+        need = self.request.target_tps / self.demand.counted_tokens(self.request.count)
+        by_role = {
+            role: {w: r for (x, w), r in rates.items() if x == role and r > 0}
+            for role in ("prefill", "decode", "aggregated")
+        }
         sized = []
-        for factor in OVERPROVISION:
-            for width, rate in by_role["aggregated"].items():
-                sized.append(Layout(prefill_instances=0, prefill_dep=1, decode_dep=width,
-                                    decode_instances=instances_for(need * factor, rate)))  # fmt: skip
-            for (p, p_rate), (d, d_rate) in product(by_role["prefill"].items(), by_role["decode"].items()):
-                sized.append(Layout(prefill_instances=instances_for(need * factor, p_rate), prefill_dep=p,
-                                    decode_instances=instances_for(need * factor, d_rate), decode_dep=d))  # fmt: skip
+        for rate_req_s in (need * factor for factor in OVERPROVISION):
+            for width, own in by_role["aggregated"].items():
+                sized.append(sized_layout(rate_req_s, decode_dep=width, decode_req_s=own))
+            for (p, p_own), (d, d_own) in product(by_role["prefill"].items(), by_role["decode"].items()):
+                sized.append(
+                    sized_layout(rate_req_s, prefill_dep=p, prefill_req_s=p_own, decode_dep=d, decode_req_s=d_own)
+                )
         return [x for x in sized if x.gpus <= self.request.gpus]
 
     def _unit_rates(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], Knobs]]:

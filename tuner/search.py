@@ -4,8 +4,9 @@ Optuna runs in one process, by ask and tell in batches of a fixed size, so that 
 number of cores; only simulations run in parallel.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import optuna
 
@@ -39,6 +40,11 @@ PROBES = 3
 PILOT_WIDTHS = 3
 START_BELOW = 0.93
 """Searches start at this share of the estimated capacity: a queue that has built up tells little."""
+LAST_RESORT = 4
+"""Trials that are tried again from the lightest load where none met the SLOs, and the probes of each."""
+LAST_RESORT_PROBES = 8
+FEW_REQUESTS = 10
+"""An open loop has no lone request; its lightest load brings about so many in the measured time."""
 MOST_SIMULATED = 12
 """Candidates that are simulated at most, pilots counted: what a minute on two cores allows."""
 Progress = Callable[[str, float], None]
@@ -101,6 +107,7 @@ class Search:
         self.screening.learn([(t.candidate, t.point.nearest) for t in self.trials])
 
     def run(self, screened: list[Candidate], progress: Progress) -> SearchResult:
+        """Search among the `screened` candidates' layouts until the trials or MOST_SIMULATED are used up."""
         offered = offered_layouts(screened)
         self._offered = {c.layout.label: c for c in offered}
         self._best_promise = max(c.score for c in offered)
@@ -117,6 +124,29 @@ class Search:
             progress(text, max(asked / self.request.trials, len(self.trials) / MOST_SIMULATED))
         order = sorted(self.trials, key=lambda t: (t.score is None, tuple(-x for x in t.score or ()), t.number))
         return SearchResult(trials=order, screened=self.screened, layouts=offered)
+
+    def last_resort(self, result: SearchResult) -> SearchResult:
+        """The trials closest to the SLOs again, from the lightest load up. Searches start near capacity and look at few
+        loads; that nothing meets the SLOs may be said only of a request that is served alone."""
+        closest = sorted(result.trials, key=lambda t: (-self._slack(t), t.number))[:LAST_RESORT]
+        tasks = [self._lightest(t) for t in closest]
+        again = []
+        for trial, point in zip(closest, self.workers.search(tasks), strict=True):
+            score = self.request.score(point.best.metrics) if point.best else None
+            again.append(replace(trial, point=point, score=score))
+        rest = [t for t in result.trials if t not in closest]
+        by_closeness = sorted(again, key=lambda t: (t.score is None, -self._slack(t), t.number))
+        best_first = sorted(by_closeness, key=lambda t: t.score or (-math.inf,), reverse=True)
+        return replace(result, trials=[*best_first, *rest])
+
+    def _lightest(self, trial: Trial) -> SearchTask:
+        task = self._task(trial.candidate, None)
+        measured_s = task.options.duration_s - task.options.warmup_s
+        start = FEW_REQUESTS / measured_s if is_open_loop(self.request.parsed_workload) else 1.0
+        return replace(task, start=start, most_probes=LAST_RESORT_PROBES, to_the_edge=True)
+
+    def _slack(self, trial: Trial) -> float:
+        return min(self.request.slo.slack(trial.point.nearest.metrics).values())
 
     def _first_proposals(self, offered: list[Candidate]) -> list[Candidate]:
         """The best few by screening, and the best aggregated one."""
@@ -160,8 +190,7 @@ class Search:
             self.trials.append(found)
 
     def _tell(self, trial: optuna.Trial, found: Trial) -> None:
-        slack = min(self.request.slo.slack(found.point.nearest.metrics).values())
-        trial.set_constraint("feasible", 0.0 if found.score else max(1e-6, 1.0 - slack))
+        trial.set_constraint("feasible", 0.0 if found.score else max(1e-6, 1.0 - self._slack(found)))
         self.study.tell(trial, self.request.score(found.point.nearest.metrics)[0])
 
     def _propose(self, trial: optuna.Trial) -> tuple:

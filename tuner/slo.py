@@ -25,4 +25,5 @@ class Slo:
         }
 
     def meets(self, metrics: dict) -> bool:
+        """Are both objectives met, by at least one measured request?"""
         return min(self.slack(metrics).values()) >= 1.0 and metrics["requests"]["measured"] > 0

@@ -133,14 +133,17 @@ def simplified(layout: Layout, knobs: Knobs, model: ModelSpec) -> Knobs:
 
 
 def prefill_widths(gpu: GpuSpec) -> tuple[int, ...]:
+    """DEP sizes of prefill instances that are searched: 8 GPUs at most."""
     return tuple(w for w in WIDTHS if w <= min(8, gpu.nvlink_domain_gpus))
 
 
 def decode_widths(gpu: GpuSpec) -> tuple[int, ...]:
+    """DEP sizes of decode and aggregated instances: what one NVLink domain holds."""
     return tuple(w for w in WIDTHS if w <= gpu.nvlink_domain_gpus)
 
 
 def default_knobs(model: ModelSpec) -> Knobs:
+    """Where searches start: as many drafts as the model takes, EPLB on."""
     return Knobs(drafts=model.max_draft_tokens)
 
 
@@ -172,3 +175,19 @@ def instances_for(rate_req_s: float, one_instance_req_s: float) -> int:
     if one_instance_req_s <= 0:
         raise InputError("an instance that meets no request cannot be multiplied to meet a rate")
     return max(1, -(-round(rate_req_s * 1e6) // round(one_instance_req_s * 1e6)))
+
+
+def sized_layout(
+    rate_req_s: float, *, decode_dep: int, decode_req_s: float, prefill_dep: int = 1, prefill_req_s: float | None = None
+) -> Layout:
+    """The fewest instances whose pools each carry `rate_req_s`, given the rates of one instance of each.
+
+    Instances are whole, so a pool may have to take more GPUs than its tokens ask for. Without `prefill_req_s` the
+    layout is aggregated. Raises InputError for an instance that carries nothing.
+    """
+    return Layout(
+        prefill_instances=0 if prefill_req_s is None else instances_for(rate_req_s, prefill_req_s),
+        prefill_dep=prefill_dep,
+        decode_instances=instances_for(rate_req_s, decode_req_s),
+        decode_dep=decode_dep,
+    )

@@ -1,10 +1,11 @@
 """What changes if: a deployment and changes to it, on the same arrivals, side by side."""
 
+import json
 from typing import Any
 
 import yaml
 
-from rackplan.engine import Deployment, InputError, parse_deployment
+from rackplan.engine import Deployment, Eplb, InputError, parse_deployment
 from rackplan.tuner.evaluate import simulate_document
 
 SHOWN = (
@@ -66,12 +67,13 @@ def compare(
 
 def apply_changes(base: Deployment, changes: list[tuple[str, str]]) -> tuple[Deployment, dict[str, Any]]:
     """(changed deployment, {key: {"base", "changed"}}). A key is `role.field` of a pool, or a field of the deployment;
-    what a change takes with it (EPLB off drops its redundant experts) is among the changes."""
+    what a change takes with it (EPLB off resets its other settings) is among the changes."""
     data = base.to_dict()
     effective: dict[str, Any] = {}
     asked = dict(changes)
     if asked.get("eplb.enabled", "").lower() == "false":
-        asked.setdefault("eplb.redundant_experts", "0")
+        for field, usual in Eplb().model_dump(mode="json").items():
+            asked.setdefault(f"eplb.{field}", json.dumps(usual))
         for pool in data["pools"]:
             if pool["redundant_experts"]:
                 asked.setdefault(f"{pool['role']}.redundant_experts", "null")

@@ -97,7 +97,9 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
 
     def search(self, tasks: Sequence[SearchTask]) -> list[OperatingPoint]:
+        """The operating point of each task, in their order."""
         return list(self._pool.map(_search, tasks))
 
     def run(self, tasks: Sequence[RunTask]) -> list[dict[str, Any]]:
+        """One replication of each task, in their order, as `run_once` gives it."""
         return list(self._pool.map(_run, tasks))
