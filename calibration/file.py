@@ -4,22 +4,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rackplan.calibration.physics import Coefficients, EngineFix, PhysicalCost
 from rackplan.engine import Deployment, InputError, Pool
 from rackplan.simulator.cost import TransferCost
 
+MOST_MS = 3.6e6
+"""No constant of a step is longer than an hour: beyond it a file is damaged, or in other units."""
+PHASES = ("prefill", "decode")
+
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Transfer(_Part):
     """`TransferCost` as it is stored; the fields mean the same."""
 
-    setup_ms: float = Field(ge=0)
-    per_block_ms: float = Field(ge=0)
+    setup_ms: float = Field(ge=0, le=MOST_MS)
+    per_block_ms: float = Field(ge=0, le=MOST_MS)
     gb_per_s: float = Field(gt=0)
     block_tokens: int = Field(ge=1)
 
@@ -71,7 +75,7 @@ class CalibrationFile(_Part):
     coefficients: Coefficients
     coefficient_intervals: dict[str, tuple[float, float]] = {}
     transfer: Transfer
-    frontend_ms: float = Field(ge=0)
+    frontend_ms: float = Field(ge=0, le=MOST_MS)
     profile_fixed_ms: float = Field(0.0, ge=0)
     target_sigma: float = Field(ge=0)
     draft_sigma: float = Field(ge=0)
@@ -80,6 +84,21 @@ class CalibrationFile(_Part):
     fixes: dict[str, EngineFix] = {}
     older_engines: dict[str, dict[str, float]] = {}
     notes: tuple[str, ...] = ()
+
+    @field_validator("coefficients")
+    @classmethod
+    def _finite(cls, found: Coefficients) -> Coefficients:
+        for key, value in found.model_dump().items():
+            if isinstance(value, float) and not value <= MOST_MS:
+                raise ValueError(f"{key}={value:g} is above {MOST_MS:g}")
+        return found
+
+    @field_validator("measured", "errors")
+    @classmethod
+    def _of_both_phases(cls, found: dict[str, Any]) -> dict[str, Any]:
+        if missing := [phase for phase in PHASES if phase not in found]:
+            raise ValueError(f"{missing[0]} is missing")
+        return found
 
     def save(self, path: Path) -> None:
         """Write the file as JSON to `path`; `parse_calibration` reads it back."""

@@ -14,9 +14,30 @@ from pathlib import Path
 import numpy as np
 
 from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
+from rackplan.calibration.campaign import (
+    GPU,
+    LAUNCH_RUN,
+    MODEL,
+    NIXL_FILE,
+    PROXY_FILE,
+    SYNC_FILE,
+    TRANSFER_RUN,
+    dp_sync_ms,
+    eager_launch_ep_ms,
+    transfer,
+)
 from rackplan.calibration.figures import cpu_side
-from rackplan.calibration.file import CalibrationFile, FitError, MeasuredRange, Transfer
+from rackplan.calibration.file import CalibrationFile, FitError, MeasuredRange
 from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, solve, summarise
+from rackplan.calibration.h200_rows import (
+    DATA,
+    FORWARD_FILES,
+    PROFILES,
+    SERVED_PROMPT,
+    Row,
+    profile_rows,
+    served_rows,
+)
 from rackplan.calibration.physics import Coefficients, PhysicalCost
 from rackplan.calibration.served import (
     ServedRun,
@@ -26,22 +47,18 @@ from rackplan.calibration.served import (
     prompt_steps,
     read_served,
 )
-from rackplan.engine import Deployment, gpu_spec, parse_deployment
+from rackplan.engine import Deployment, parse_deployment
 
-DATA = Path(__file__).parent / "data"
-PROFILES = DATA / "h200_dsv2lite"
 SERVED_RUNS = {rate: PROFILES / f"bench_serve_agg8192_{rate}_2048x256.json.gz" for rate in ("r4", "r12")}
 SOURCES = (
-    "bench_forward_1gpu.csv",
-    "bench_forward_dep2.csv",
+    *FORWARD_FILES,
     "engine_loop_steps_1gpu.csv",
     *(path.name for path in SERVED_RUNS.values()),
+    *(f"campaign/{name}" for name in (SYNC_FILE, NIXL_FILE, PROXY_FILE)),
+    *(f"campaign/bench_serve_{run}.json.gz" for run in (LAUNCH_RUN, TRANSFER_RUN)),
 )
-MODEL, GPU = "deepseek-v2-lite", "h200"
 SERVED_WEIGHT = 0.25
 """Served rows lie close together, at one context and one prompt length: four count as one exact batch."""
-SERVED_PROMPT = 2048
-SERVED_CONTEXT = SERVED_PROMPT + 256 // 2
 CAPTURED_TOKENS = 512
 LOOP_CONTEXTS = (512, 2048)
 """The loop's requests share one cached prompt; past 2,048 tokens reading it together is cheaper than in serving."""
@@ -69,66 +86,16 @@ ASSUMED = {"dense_read_efficiency": 0.8}
 NOTES = (
     "Served decode steps are shorter than exact batches: by a constant, which a single request shows, and by fewer "
     "experts touched. Exact batches route evenly; served ones are read as skewed, and so are all that is predicted.",
-    "DP sync and admission are carried from the published GB300 figures F40, F41, F51; not measured here.",
-    "KV transfer is unidentified: set-up from a CPU prototype over TCP (36 ms a transfer), link speed a prior of 60 %.",
+    "Admission is carried from the published GB300 figure F51; not measured here.",
+    "DP sync is the all-reduce alone on one host; 2 ranks of NCCL stand for any number.",
+    "KV transfer is NIXL's pull over NVLink at 3,000 descriptors a prompt: its rate (8 GB/s) is theirs, not the link's. "
+    "The set-up holds the decode server's front end and the post; with other step times it is 4 ms more or less a ms.",
+    "decode_48_60000 on DEP2 is left out: 11 ms more than its bytes take, in one row (calibration/h200_rows.py).",
     "Launches of eager steps took 55 to 100 ms within one run, as another server shared the CPU; the mean is kept.",
     "With async scheduling off, prefills after 16,384 cached tokens or more took up to 15 % longer than their GPU time "
     "and host work; unexplained, not in the fit.",
     "Prefill beyond 16,384 new tokens in one chunk is under-predicted by 6 %: causal pairs cost more than cached ones.",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One measured GPU time. `metric`: the error summary that it counts in; `served`: seen in serving."""
-
-    id: str
-    metric: str
-    dep: int
-    batch: Batch
-    measured_ms: float
-    served: bool = False
-
-
-def profile_rows() -> list[Row]:
-    """Exact batches of 1 and 2 GPUs. Source: bench_forward_1gpu.csv, bench_forward_dep2.csv."""
-    rows = []
-    for file in ("bench_forward_1gpu.csv", "bench_forward_dep2.csv"):
-        for r in csv.DictReader((PROFILES / file).open()):
-            new, dep = int(r["new_tokens"]), int(r["ranks"])
-            batch = Batch(
-                chunks=1 if new else 0,
-                new_tokens=new,
-                cached_tokens=int(r["context_tokens"]),
-                decodes=int(r["decode_batch"]),
-                context_tokens=int(r["decode_kv_len"]),
-            )
-            metric = f"{r['phase']}_gpu_dep{dep}"
-            rows.append(
-                Row(
-                    id=f"{r['case']}_dep{dep}",
-                    metric=metric,
-                    dep=dep,
-                    batch=batch,
-                    measured_ms=float(r["median_us"]) / 1e3,
-                )
-            )
-    return rows
-
-
-def served_rows(intervals_ms: dict[int, float]) -> list[Row]:
-    """Decode steps as clients saw them. Source: bench_serve_agg8192_r4 and r12."""
-    return [
-        Row(
-            id=f"served_decode_{b}",
-            metric="decode_served_dep1",
-            dep=1,
-            batch=Batch(decodes=b, context_tokens=SERVED_CONTEXT),
-            measured_ms=ms,
-            served=True,
-        )
-        for b, ms in intervals_ms.items()
-    ]
 
 
 _POOLS = {dep: deployment_of(MODEL, GPU, dep=dep) for dep in (1, 2)}
@@ -246,22 +213,26 @@ def served_deployment() -> Deployment:
 
 def all_rows() -> list[Row]:
     """What the GPU coefficients are fitted to."""
-    return profile_rows() + served_rows(decode_intervals_ms(served_runs()))
+    return profile_rows() + served_rows(decode_intervals_ms(served_runs()).items())
 
 
 def fit() -> Fit:
     """The fit without its hold-out: two seconds of CPU, the same on every run."""
     runs = served_runs()
     intervals = decode_intervals_ms(runs)
-    rows = profile_rows() + served_rows(intervals)
+    rows = profile_rows() + served_rows(intervals.items())
     gpu = fit_gpu(rows)
     host, host_pct = fit_host(gpu.values)
     steps = [prompt_steps(run, SERVED_PROMPT) for run in runs]
     piecewise, eager = launch_floors_ms(steps, CAPTURED_TOKENS)
-    floors = {"piecewise_floor_ms": piecewise, "eager_floor_ms": eager}
+    floors = {
+        "piecewise_floor_ms": piecewise,
+        "eager_floor_ms": eager,
+        "eager_launch_ep_ms": max(0.0, eager_launch_ep_ms() - eager),
+    }
     own = {k: v for k, v in gpu.values.items() if k in UNKNOWNS}
     return Fit(
-        coefficients={**cpu_side(), **ASSUMED, **own, **host, **floors},
+        coefficients={**cpu_side(), **dp_sync_ms(), **ASSUMED, **own, **host, **floors},
         profile_fixed_ms=gpu.values["profile_fixed_ms"],
         frontend_ms=frontend_ms(steps),
         rows=rows,
@@ -286,10 +257,7 @@ def build() -> CalibrationFile:
         rows=tuple(r.id for r in found.rows),
         coefficients=Coefficients.model_validate(found.coefficients),
         coefficient_intervals=bootstrap_intervals(found.gpu, ALL_UNKNOWNS),
-        # The wire runs at half of NVLink's two directions, 60 % of it used: a prior, as is the set-up (see NOTES).
-        transfer=Transfer(
-            setup_ms=36.0, per_block_ms=0.02, gb_per_s=0.6 * gpu_spec(GPU).nvlink_gb_s / 2, block_tokens=16
-        ),
+        transfer=transfer(),
         frontend_ms=found.frontend_ms,
         profile_fixed_ms=found.profile_fixed_ms,
         target_sigma=found.coefficients["routing_sigma"],

@@ -1,5 +1,6 @@
 """Calibrations by name: the embedded files, or a file of one's own."""
 
+import os
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def calibration_file(name_or_path: str) -> CalibrationFile:
     if name_or_path in embedded:
         return parse_calibration(embedded[name_or_path], name_or_path)
     path = Path(name_or_path)
-    if path.is_file():
+    if os.path.isfile(path):  # False too where a name is too long for the file system
         try:
             return parse_calibration(path.read_text(), name_or_path)
         except (OSError, UnicodeDecodeError):

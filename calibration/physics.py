@@ -66,6 +66,8 @@ class Coefficients(BaseModel):
     host_jitter_ms: float = Field(0.0, ge=0)
     piecewise_floor_ms: float = Field(0.0, ge=0)
     eager_floor_ms: float = Field(0.0, ge=0)
+    # what dispatch and combine add to an eager launch where an instance has several GPUs
+    eager_launch_ep_ms: float = Field(0.0, ge=0)
     admission_fixed_ms: float = Field(0.0, ge=0)
     admission_token_ms: float = Field(0.0, ge=0)
     # DP sync: ring per hop, recursive doubling per round, NCCL whole
@@ -251,7 +253,7 @@ class PhysicalCost:
     # -- host -----------------------------------------------------------------------------------------------------
     def launch_floor_ms(self, widest_tokens: int, prefill: bool) -> float:
         if widest_tokens > self.pool.max_cudagraph_capture_size:
-            return self.c.eager_floor_ms
+            return self.c.eager_floor_ms + (self.c.eager_launch_ep_ms if self.width > 1 else 0.0)
         return self.c.piecewise_floor_ms if prefill else 0.0
 
     def host_ms(self, widest_requests: int) -> float:

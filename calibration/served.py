@@ -17,6 +17,9 @@ WINDOW_STEPS = 8
 QUIET_S = 0.02
 """No arrival and no first token this long before a window: a step that holds a prompt delays its neighbours."""
 MIN_WINDOWS = 10
+STALL_MS = 45.0
+"""A wait between two tokens that only an eager launch makes: decode steps take 4 to 15 ms, the launches 55 and more."""
+SAME_STALL_S = 0.006
 SAME_STEP_S = 0.0012
 """Tokens that come closer together than this left the engine in one step."""
 
@@ -37,7 +40,8 @@ def read_served(path: Path) -> ServedRun:
     start, ttft = np.array(data["start_times"]), np.array(data["ttfts"])
     first = start + ttft
     tokens = [np.concatenate([[f], f + np.cumsum(itl)]) for f, itl in zip(first, data["itls"], strict=True)]
-    return ServedRun(start_s=start, ttft_s=ttft, token_s=tokens, cached_tokens=np.array(data["cached_lens"]))
+    cached = np.array(data.get("cached_lens", np.zeros(len(start))))
+    return ServedRun(start_s=start, ttft_s=ttft, token_s=tokens, cached_tokens=cached)
 
 
 def decode_intervals_ms(runs: list[ServedRun]) -> dict[int, float]:
@@ -99,6 +103,22 @@ def launch_floors_ms(steps: list[PromptSteps], captured_tokens: int) -> tuple[fl
     launch = np.concatenate([s.launch_ms for s in steps])
     eager = new > captured_tokens
     return float(launch[~eager].mean()), float(launch[eager].mean())
+
+
+def stalls_ms(run: ServedRun) -> np.ndarray:
+    """Launches of eager steps that running requests waited for, (steps,) ms: the wait and the step before it, by which
+    the host was ahead. For workers in processes of their own, whose tokens do not wait for the next launch too.
+
+    The step before must be a decode step, whose GPU time is known by its own length. Waits of several requests that
+    end together are one step's."""
+    waits = []
+    for times in run.token_s:
+        gap_ms = np.diff(times) * 1e3
+        at = np.flatnonzero((gap_ms[1:] > STALL_MS) & (gap_ms[:-1] < STALL_MS)) + 1
+        waits += [(times[i + 1], gap_ms[i] + gap_ms[i - 1]) for i in at]
+    end_s, launch_ms = np.array(sorted(waits)).T
+    step = np.concatenate([[0], np.cumsum(np.diff(end_s) > SAME_STALL_S)])
+    return np.array([np.median(launch_ms[step == i]) for i in range(int(step[-1]) + 1)])
 
 
 def frontend_ms(steps: list[PromptSteps]) -> float:

@@ -67,6 +67,7 @@ def plan(
         trials=trials,
         calibration=calibration,
     )
+    output.check_folder(out)
     with output.progress_on_stderr() as progress:
         found = make_plan(request, progress)
     files = report.write_outputs(found, out)
@@ -140,11 +141,11 @@ def whatif(
     document = compare(
         base.deployment,
         pairs,
-        workload=workload or base.workload or "agentx",
+        workload=base.workload or "agentx" if workload is None else workload,
         concurrency=concurrency if own_load else base.concurrency,
         rate=rate if own_load else base.rate_req_s,
         duration_s=duration,
-        calibration=calibration or base.calibration,
+        calibration=base.calibration if calibration is None else calibration,
         replications=replications,
         seed=seed,
     )

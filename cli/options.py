@@ -87,6 +87,17 @@ def parse_above_zero(option: str, example: str) -> Callable[[str | float], float
     return parse
 
 
+def parse_name(option: str, example: str) -> Callable[[str], str]:
+    """A parser of names that names `option` and gives `example` when there is none."""
+
+    def parse(text: str) -> str:
+        if not text.strip():
+            raise InputError(f"{option}: empty; write {example}")
+        return text
+
+    return parse
+
+
 def one_of(option: str, text: str, allowed: Iterable[str]) -> str:
     """`text` where it is allowed; else InputError with what is."""
     names = list(allowed)
@@ -104,14 +115,30 @@ def load_base(path: Path) -> Base:
         return Base(deployment=parse_deployment(plan, str(path)))
     if not plan.get("deployment"):
         raise InputError(f"{path}: holds no deployment; give the plan.json that `rackplan plan` wrote, or a YAML")
-    load, inputs, provenance = (plan.get(key) or {} for key in ("load", "inputs", "provenance"))
+    concurrency = _stated(path, plan, "load.concurrency")
+    rate = _stated(path, plan, "load.rate_req_s")
     return Base(
         deployment=parse_deployment(plan["deployment"], f"{path}: deployment"),
-        workload=inputs.get("workload"),
-        concurrency=load.get("concurrency"),
-        rate_req_s=load.get("rate_req_s"),
-        calibration=provenance.get("calibration"),
+        workload=_stated(path, plan, "inputs.workload", str),
+        concurrency=None if concurrency is None else parse_int(f"{path}: load.concurrency", 1)(concurrency),
+        rate_req_s=None if rate is None else parse_above_zero(f"{path}: load.rate_req_s", "12.5")(rate),
+        calibration=_stated(path, plan, "provenance.calibration", str),
     )
+
+
+def _stated(path: Path, plan: dict[str, Any], key: str, of: type | tuple[type, ...] = (int, float)) -> Any:
+    """The value at a dotted key of a plan, None where it is not there. Raises InputError where its type is not `of`."""
+    value: Any = plan
+    for part in key.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            break
+        value = value.get(part)
+    else:
+        if value is None or (isinstance(value, of) and not isinstance(value, bool)):
+            return value
+    raise InputError(f"{path}: {key}={str(value)[:40]!r}: not what `rackplan plan` writes there; write the plan anew")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -119,7 +146,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror}); give a plan.json or a deployment's YAML") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InputError(f"{path}: not valid JSON ({e}); give a plan.json or a deployment's YAML") from None
     if not isinstance(data, dict):
         raise InputError(f"{path}: holds a {type(data).__name__}, not a plan; give a plan.json or a deployment's YAML")

@@ -42,6 +42,15 @@ def print_json(document: Any) -> None:
     sys.stdout.write(to_json(document))
 
 
+def check_folder(folder: Path) -> None:
+    """Raise InputError where files could not be written into `folder`, before minutes are spent on what they hold."""
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
+    if not there.is_dir():
+        raise InputError(f"--out {folder}: {there} is a file; give a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"--out {folder}: {there} cannot be written; give another folder")
+
+
 def write_all(texts: Mapping[Path, str]) -> None:
     """Write every file beside its place, then rename: no reader meets half a file, an error changes none.
 

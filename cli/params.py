@@ -7,6 +7,7 @@ import typer
 
 from rackplan.cli import options
 from rackplan.engine import GPUS, MODELS
+from rackplan.engine.deployment import MOST_GPUS
 
 
 def _whole(name: str, least: int, metavar: str, about: str, most: int = 10**12 - 1) -> Any:
@@ -30,12 +31,12 @@ Count = Annotated[
 Per = Annotated[str, typer.Option("--per", metavar="gpu|deployment", help="What --target-tps is over.")]
 Model = Annotated[str, typer.Option("--model", metavar="MODEL", help="|".join(MODELS))]
 Gpu = Annotated[str, typer.Option("--gpu", metavar="GPU", help="|".join(GPUS))]
-Gpus = Annotated[int, _whole("--gpus", 1, "N", "At most this many GPUs.")]
+Gpus = Annotated[int, _whole("--gpus", 1, "N", "At most this many GPUs.", MOST_GPUS)]
 P90Interactivity = Annotated[
     float, _above_zero("--p90-interactivity", "150", "TOK_S_USER", "SLO: what 90 % of requests reach, 1000 / TPOT ms.")
 ]
 P90Ttft = Annotated[float, _time("--p90-ttft", "SLO: time to first token of 90 % of requests.")]
-Trials = Annotated[int, _whole("--trials", 1, "N", "Configurations to simulate in the search.")]
+Trials = Annotated[int, _whole("--trials", 1, "N", "Configurations to simulate in the search.", 100_000)]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where plan.json, deployment.yaml and report.html go.")]
 
 DeploymentFile = Annotated[Path, typer.Argument(metavar="DEPLOYMENT.yaml", help="The deployment.")]
@@ -53,14 +54,20 @@ Workload = Annotated[
     str, typer.Option("--workload", metavar="WORKLOAD", help="agentx, fixed:ISL/OSL, or a trace FILE.")
 ]
 Concurrency = Annotated[
-    int | None, _whole("--concurrency", 1, "N", "Closed loop: requests (or agentic sessions) in flight.")
+    int | None, _whole("--concurrency", 1, "N", "Closed loop: requests (or agentic sessions) in flight.", 1_000_000)
 ]
 Rate = Annotated[float | None, _above_zero("--rate", "12.5", "REQ_S", "Open loop: requests per second.")]
 Duration = Annotated[float, _time("--duration", "Simulated time.")]
 Calibration = Annotated[
-    str | None, typer.Option("--calibration", metavar="NAME", help="Default: the one of this model and GPU.")
+    str | None,
+    typer.Option(
+        "--calibration",
+        parser=options.parse_name("--calibration", "h200-v2-lite or the path of a file"),
+        metavar="NAME",
+        help="Default: the one of this model and GPU.",
+    ),
 ]
-Replications = Annotated[int, _whole("--replications", 1, "N", "Independent runs behind the 95 % intervals.")]
+Replications = Annotated[int, _whole("--replications", 1, "N", "Independent runs behind the 95 % intervals.", 1000)]
 Seed = Annotated[int, _whole("--seed", 0, "N", "The same seed gives the same answer to the byte.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
 

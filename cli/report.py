@@ -151,9 +151,9 @@ def _prediction_table(prediction: Document) -> str:
     rows: list[tuple[str, ...]] = []
     for key, value in metrics.items():
         bounds = ci95.get(key)
-        if key == "requests":  # counts, shown as one line
-            rows.append((_metric(key), ", ".join(f"{number(v, 6)} {k}" for k, v in value.items()), "", "", ""))
-        elif isinstance(value, Mapping):
+        if key == "requests":  # counts, in plan.json
+            continue
+        if isinstance(value, Mapping):
             rows.append(
                 (_metric(key), *(_interval(value[p], (bounds or {}).get(p)) for p in ("mean", "p50", "p90", "p99")))
             )

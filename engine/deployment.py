@@ -4,7 +4,7 @@ The YAML form is the JSON form: unknown keys are errors, every default is echoed
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,6 +15,9 @@ from rackplan.engine.specs import GpuSpec, ModelSpec, gpu_spec, model_spec
 Role = Literal["prefill", "decode", "aggregated"]
 SyncAlgorithm = Literal["recursive_doubling", "ring", "nccl"]
 RouterPolicy = Literal["round_robin", "least_requests", "least_tokens", "prefix_affinity"]
+
+MOST_GPUS = 16_384
+"""More than the largest deployments have: beyond it a number is a slip, and no simulation would end."""
 
 
 class _Part(BaseModel):
@@ -156,6 +159,8 @@ class Deployment(_Part):
         if roles != ["aggregated"] and not ({"prefill", "decode"} == set(roles)):
             raise ValueError(f"pools={roles}: give one aggregated pool, or prefill and decode pools")
         model, gpu = self.model_spec, self.gpu_spec
+        if self.gpus > MOST_GPUS:
+            raise ValueError(f"pools: {self.gpus} GPUs in all (instances x dep x tp); at most {MOST_GPUS}")
         _check_effect(self)
         if self.speculation.draft_tokens > model.max_draft_tokens:
             raise ValueError(
@@ -165,7 +170,8 @@ class Deployment(_Part):
         if self.max_model_len and self.max_model_len > model.max_model_len:
             raise ValueError(f"max_model_len={self.max_model_len}: {self.model} takes at most {model.max_model_len}")
         for p in self.pools:
-            _check_pool(p, self, model, gpu)
+            _check_width(p, self, model, gpu)
+            _check_pool(p, self)
         return self
 
 
@@ -180,16 +186,18 @@ def _check_effect(deployment: Deployment) -> None:
         raise ValueError("kv_transfer.mode=pull has no effect: an aggregated pool hands no KV over; remove it")
 
 
-def _check_pool(pool: Pool, deployment: Deployment, model: ModelSpec, gpu: GpuSpec) -> None:
+def _check_width(pool: Pool, deployment: Deployment, model: ModelSpec, gpu: GpuSpec) -> None:
+    """Do the experts divide over an instance's GPUs, and do these fit one NVLink domain?"""
     redundant = deployment.redundant_experts(pool)
     slots = model.routed_experts + redundant
     width = pool.gpus_per_instance
     if slots % width:
-        fits = [d for d in range(1, 513) if slots % (d * pool.tp) == 0]
+        fits = [d for d in range(1, gpu.nvlink_domain_gpus // pool.tp + 1) if slots % (d * pool.tp) == 0]
         near = sorted(sorted(fits, key=lambda d: abs(d - pool.dep))[:2])
+        size = f"{pool.role}.dep={pool.dep}" + (f", tp={pool.tp}" if pool.tp > 1 else "")
+        mend = f"nearest {', '.join(map(str, near))}" if near else "no dep goes with this tp: lower it"
         raise ValueError(
-            f"{pool.role}.dep={pool.dep}: dep x tp must divide {model.routed_experts} routed experts + "
-            f"{redundant} redundant; nearest {', '.join(map(str, near))}"
+            f"{size}: dep x tp must divide {model.routed_experts} routed experts + {redundant} redundant; {mend}"
         )
     draft = model.draft if deployment.speculation.draft_tokens and pool.role != "prefill" else None
     if draft and width > 1 and (draft.experts + redundant) % width:
@@ -203,6 +211,9 @@ def _check_pool(pool: Pool, deployment: Deployment, model: ModelSpec, gpu: GpuSp
             f"{pool.role}.dep={pool.dep}: an instance of {width} GPUs does not fit one NVLink domain of "
             f"{gpu.nvlink_domain_gpus} {gpu.name}; at most {gpu.nvlink_domain_gpus // pool.tp}"
         )
+
+
+def _check_pool(pool: Pool, deployment: Deployment) -> None:
     if pool.redundant_experts and not deployment.eplb.enabled:
         raise ValueError(f"{pool.role}.redundant_experts has no effect while eplb.enabled=false; enable or remove it")
     if pool.max_new_kv_loads_per_step is not None and pool.role != "decode":
@@ -228,6 +239,24 @@ def parse_deployment(data: Any, where: str = "deployment") -> Deployment:
         return Deployment.model_validate(data)
     except ValidationError as e:
         raise InputError(f"{where}: {_first_problem(e, data)}") from None
+    except InputError as e:  # of a model or GPU that there is not; pydantic lets it through
+        raise InputError(f"{where}: {e}") from None
+
+
+_WANTED = {
+    "tuple_type": "give a list, one pool an item",
+    "model_type": "give a mapping of its keys",
+    "bool_type": "write true or false",
+    "bool_parsing": "write true or false",
+    "int_type": "write a whole number",
+    "int_parsing": "write a whole number",
+    "int_from_float": "write a whole number",
+    "finite_number": "write a whole number",
+    "float_type": "write a number",
+    "float_parsing": "write a number",
+    "string_type": "write a name",
+}
+"""The mend by pydantic's type of error; its own words where it is not among them."""
 
 
 def _first_problem(error: ValidationError, data: dict) -> str:
@@ -239,7 +268,8 @@ def _first_problem(error: ValidationError, data: dict) -> str:
         return f"{path}: missing; add it"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    return f"{path}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    wanted = _WANTED.get(first["type"], f"{first['msg'][0].lower()}{first['msg'][1:]}")
+    return f"{path}={str(first['input'])[:40]!r}: {wanted}"
 
 
 def _dotted(loc: tuple, data: dict) -> str:
@@ -248,18 +278,33 @@ def _dotted(loc: tuple, data: dict) -> str:
     if len(loc) > 1 and loc[0] == "pools" and isinstance(loc[1], int):
         pool = data["pools"][loc[1]]
         role = pool.get("role") if isinstance(pool, dict) else None
-        parts = [str(role or f"pools.{loc[1]}"), *parts[2:]]
+        parts = [str(role) if role in get_args(Role) else f"pools.{loc[1]}", *parts[2:]]
     return ".".join(parts)
 
 
 def load_deployment(path: Path) -> Deployment:
     """Read a deployment's YAML. Raises InputError that names the file and the key."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(encoding="utf-8-sig"), _UniqueKeys)
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror}); give a deployment's YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
         mark = getattr(e, "problem_mark", None)
         row = f":{mark.line + 1}" if mark else ""
-        raise InputError(f"{path}{row}: not valid YAML ({getattr(e, 'problem', e)})") from None
+        problem = str(getattr(e, "problem", e)).partition(";")[0]
+        raise InputError(f"{path}{row}: not valid YAML ({problem}); correct it") from None
     return parse_deployment(data, str(path))
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error: of two values one would be ignored in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if key_node.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key_node.value} is given twice", problem_mark=key_node.start_mark)
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)

@@ -15,6 +15,7 @@ from rackplan.simulator.request import Load, Request, Source
 from rackplan.simulator.streams import Streams
 
 _CHUNK = 4096
+_MOST_TOKENS = 100_000_000
 # A lognormal has no longest request, an engine has: draws keep within this many sigma of the median (99.7 % of them).
 _SIGMAS = 3.0
 
@@ -33,8 +34,8 @@ class LengthsWorkload:
 
     def __post_init__(self) -> None:
         for what, tokens in (("ISL", self.input_p50), ("OSL", self.output_p50)):
-            if tokens < 1:
-                raise InputError(f"workload={self.name}: {what}={tokens} tokens; give at least 1")
+            if not 1 <= tokens <= _MOST_TOKENS:
+                raise InputError(f"workload={self.name}: {what}={tokens} tokens; give 1 to {_MOST_TOKENS:,}")
         if not 0 <= self.sigma <= 3:
             raise InputError(f"workload={self.name}: SIGMA={self.sigma:g}; give 0 to 3")
 

@@ -34,7 +34,10 @@ def read_trace(path: Path) -> TraceWorkload | SessionWorkload:
     if not stripped:
         raise InputError(f"{path}: empty; give {_FORMATS}")
     if stripped.startswith(("{", "[")):
-        return _read_json(path, text)
+        try:
+            return _read_json(path, text)
+        except (RecursionError, ValueError) as e:
+            raise InputError(f"{path}: not a workload's JSON ({str(e).partition(';')[0]}); give {_FORMATS}") from None
     try:
         table = csv.DictReader(text.splitlines())
         columns = set(table.fieldnames or ())

@@ -1,5 +1,6 @@
 """The one door to workloads: `parse_workload` turns what the user writes into a `Workload`."""
 
+import os
 from pathlib import Path
 
 from rackplan.engine import InputError
@@ -25,7 +26,7 @@ def parse_workload(text: str) -> Workload:
     if colon and kind in ("fixed", "lognormal"):
         return _lengths(text, kind, rest.split("/"))
     path = Path(text)
-    if not path.is_file():
+    if not os.path.isfile(path):  # False too where a name is too long for the file system
         raise InputError(f"workload={text}: no such form or file; give {_FORMS}")
     return read_trace(path)
 

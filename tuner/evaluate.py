@@ -9,13 +9,13 @@ from typing import Any
 
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import default_calibration, load_calibration
-from rackplan.engine import Deployment, InputError, check_memory
+from rackplan.engine import Deployment, InfeasibleError, InputError, check_memory
 from rackplan.simulator.request import Load, Workload
 from rackplan.simulator.simulate import RunOptions
 from rackplan.simulator.workloads import parse_workload
 from rackplan.tuner.binding import warnings_of
 from rackplan.tuner.document import deployment_document, load_document, provenance_of
-from rackplan.tuner.probe import merge, run_once
+from rackplan.tuner.probe import Probe, merge, run_once
 
 WARMUP_SHARE = {"closed": 0.2, "open": 0.1, "recorded": 0.0}
 """Of the duration. A recorded run is measured whole, as the run that it replays was."""
@@ -44,10 +44,10 @@ def simulate_document(
     fitted = fitted_for(deployment, calibration)
     load = Load(concurrency=concurrency, rate_req_s=rate, cv=cv)
     check_memory(deployment)
+    _check_size(load, duration_s)
     options = run_options(load, duration_s, seed)
     found = merge(deployment, load, _replicate(deployment, parsed, load, fitted, options, replications))
-    if not found.metrics["requests"]["measured"]:
-        raise InputError(f"--duration {duration_s:g}s: no request ended within it; give a longer one")
+    _check_measured(found, duration_s, options.warmup_s)
     inputs = {
         "model": deployment.model,
         "gpu": deployment.gpu,
@@ -70,13 +70,47 @@ def simulate_document(
     }
 
 
+MOST_REQUESTS = 5_000_000
+"""Of one run: some ten thousand a second are simulated, and each is kept until the end."""
+
+
+def _check_size(load: Load, duration_s: float) -> None:
+    """Refuse at once what would take hours."""
+    if load.rate_req_s and load.rate_req_s * duration_s > MOST_REQUESTS:
+        raise InputError(
+            f"--rate {load.rate_req_s:g}: {load.rate_req_s * duration_s:,.0f} requests in {duration_s:g} s, a run "
+            f"takes {MOST_REQUESTS:,}; give --duration {MOST_REQUESTS / load.rate_req_s:.3g}s or less"
+        )
+
+
+def _check_measured(found: Probe, duration_s: float, warmup_s: float) -> None:
+    """Nothing to report is an error that names what kept the requests from the measurement."""
+    counts = found.metrics["requests"]
+    if counts["measured"]:
+        return
+    if counts["rejected"]:
+        limit = min(found.deployment.context_limit, *(plan["kv_tokens"] for plan in found.memory))
+        raise InfeasibleError(
+            f"every request that came is longer than {limit} tokens, which is the least of max_model_len "
+            f"({found.deployment.context_limit}) and a rank's KV room; raise it or shorten the workload"
+        )
+    if counts["finished"]:
+        raise InputError(
+            f"--duration {duration_s:g}s: every request ended in the warm-up of {warmup_s:g} s and none came after it; "
+            f"give a shorter one or a longer workload"
+        )
+    raise InputError(f"--duration {duration_s:g}s: no request ended within it; give a longer one")
+
+
 def fitted_for(deployment: Deployment, calibration: str | None) -> FittedCalibration:
     """The named calibration, or the embedded one of the deployment's model and GPU."""
-    fitted = load_calibration(calibration or default_calibration(deployment.model, deployment.gpu))
+    if calibration is None:
+        calibration = default_calibration(deployment.model, deployment.gpu)
+    fitted = load_calibration(calibration)
     for key in ("model", "gpu"):
         asked, has = getattr(deployment, key), getattr(fitted.file, key)
         if asked != has:
-            raise InputError(f"--calibration {fitted.name}: fitted for {key}={has}, the deployment has {asked}")
+            raise InputError(f"--calibration {calibration}: fitted for {key}={has}, the deployment has {asked}")
     return fitted
 
 
@@ -106,4 +140,3 @@ def _replicate(
             futures = [pool.submit(run_once, deployment, workload, load, fitted, o) for o in rest]
             return runs + [f.result() for f in futures]
     return runs + [run_once(deployment, workload, load, fitted, o) for o in rest]
-

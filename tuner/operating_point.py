@@ -10,6 +10,8 @@ from rackplan.tuner.slo import Slo
 CLOSE_ENOUGH = 1.04
 """The bracket's ratio at which the search ends."""
 MOST_GROWTH = 2.5
+QUEUE_SHARE = 0.75
+"""Of the P90 TTFT objective, what a lighter load aims at."""
 FLAT = 1.05
 """More load that raises throughput by less than this only grows the queue."""
 
@@ -93,15 +95,21 @@ def _next_load(good: _End | None, bad: _End | None, found: Probe, slo: Slo) -> f
     if good:
         return good.load * min(MOST_GROWTH, max(1.15, good.slack))
     assert bad is not None
-    return max(bad.load / MOST_GROWTH, min(0.97 * bad.load, _without_queue(bad, found, slo)))
+    return lighter_load(bad.load, found, slo)
 
 
-def _without_queue(bad: _End, found: Probe, slo: Slo) -> float:
-    """The load that a broken TTFT points to: by Little's law the excess of waiting is so many requests too many."""
-    metrics = found.metrics
-    if slo.slack(metrics)["p90_ttft"] >= 1.0:
-        return bad.load * max(0.5, 0.9 * bad.slack)
+def lighter_load(load: float, found: Probe, slo: Slo) -> float:
+    """The load that a probe which breaks an SLO at `load` points to, at least 3 % lighter.
+
+    Of a broken TTFT by Little's law: the excess of waiting is so many requests too many. Of a broken interactivity in
+    proportion to what is missing.
+    """
+    metrics, slack = found.metrics, slo.slack(found.metrics)
     served = metrics["request_throughput_req_s"]
-    if found.load.concurrency is None:
-        return 0.93 * min(bad.load, served)
-    return bad.load - served * (metrics["ttft_ms"]["p90"] - 0.5 * slo.p90_ttft_ms) / 1e3
+    if slack["p90_ttft"] >= 1.0:
+        lighter = load * max(0.5, slack["p90_interactivity"] ** 1.5)
+    elif found.load.concurrency is None:
+        lighter = 0.93 * min(load, served)
+    else:
+        lighter = load - served * (metrics["ttft_ms"]["p90"] - QUEUE_SHARE * slo.p90_ttft_ms) / 1e3
+    return max(load / MOST_GROWTH, min(0.97 * load, lighter))

@@ -12,6 +12,7 @@ from rackplan.tuner.binding import binding_of, warnings_of
 from rackplan.tuner.demand import load_of, play_demand
 from rackplan.tuner.document import deployment_document, load_document, provenance_of
 from rackplan.tuner.economics import economics_of
+from rackplan.tuner.operating_point import lighter_load
 from rackplan.tuner.pareto import history_of, pareto_of
 from rackplan.tuner.probe import Probe, merge
 from rackplan.tuner.request import PlanRequest
@@ -24,11 +25,12 @@ __all__ = ["PlanRequest", "make_plan"]
 NOMINAL_E2E_S = 3.0
 PLAYED_S = 60.0
 FINALISTS = 3
-REPLICATIONS = 3
+REPLICATIONS = 4
 EDGE_PROBES = 2
 MOST_CYCLE_S = 30.0
-RETREAT = 0.96
-"""A finalist that breaks an SLO in some replication is tried again at this share of its load."""
+EDGE_S, CONFIRMED_S = 40.0, 80.0
+"""Time that is measured for the edge of a finalist, and for each replication of the answer: prompts whose prefix was
+evicted are rare and long, and a shorter time sees too few of them."""
 MOST_RETREATS = 6
 SWEEP = (0.1, 0.35, 0.7)
 """Shares of the operating load at which the answer's own curve is drawn."""
@@ -85,7 +87,7 @@ def _confirm(request: PlanRequest, workers: Workers, finalists: list[Trial]) -> 
         SearchTask(
             deployment=t.deployment,
             start=_amount(t.point.nearest.load),
-            options=_long_run(t.point.nearest, request.seed),
+            options=_long_run(t.point.nearest, request.seed, EDGE_S),
             most_probes=EDGE_PROBES,
             bar=None,
             to_the_edge=True,
@@ -99,7 +101,7 @@ def _confirm(request: PlanRequest, workers: Workers, finalists: list[Trial]) -> 
 
 def _replicate(request: PlanRequest, workers: Workers, edge: Probe) -> Probe | None:
     """Replications with other seeds; the load gives way until all meet the SLOs. None if it would not."""
-    load, options = edge.load, _long_run(edge, request.seed)
+    load, options = edge.load, _long_run(edge, request.seed, CONFIRMED_S)
     for _ in range(MOST_RETREATS):
         tasks = [
             RunTask(deployment=edge.deployment, load=load, options=replace(options, seed=request.seed + 1 + i))
@@ -108,7 +110,9 @@ def _replicate(request: PlanRequest, workers: Workers, edge: Probe) -> Probe | N
         found = merge(edge.deployment, load, workers.run(tasks))
         if all(request.slo.meets(m) for m in (found.metrics, *found.runs)):
             return found
-        load = load_of(request.parsed_workload, RETREAT * _amount(load))
+        worst = min((found.metrics, *found.runs), key=lambda m: min(request.slo.slack(m).values()))
+        amount = lighter_load(_amount(load), replace(found, metrics=worst), request.slo)
+        load = load_of(request.parsed_workload, amount)
     return None
 
 
@@ -116,14 +120,14 @@ def _amount(load: Load) -> float:
     return float(load.concurrency or load.rate_req_s or 1.0)
 
 
-def _long_run(found: Probe, seed: int) -> RunOptions:
+def _long_run(found: Probe, seed: int, least_measured_s: float) -> RunOptions:
     """Long enough for a closed loop's queue to settle, which takes a unit's whole cycle, think time included."""
     metrics = found.metrics
     short = horizon(metrics["e2e_ms"]["p90"] / 1e3, seed)
     served = max(1e-9, metrics["request_throughput_req_s"])
     cycle_s = min(MOST_CYCLE_S, (found.load.concurrency or 0) / served)
     warmup = max(short.warmup_s, cycle_s)
-    return replace(short, warmup_s=warmup, duration_s=warmup + max(20.0, short.duration_s - short.warmup_s))
+    return replace(short, warmup_s=warmup, duration_s=warmup + max(least_measured_s, short.duration_s - short.warmup_s))
 
 
 def _closest(result: SearchResult) -> Probe:

@@ -1,6 +1,5 @@
 """What changes if: a deployment and changes to it, on the same arrivals, side by side."""
 
-import json
 from typing import Any
 
 import yaml
@@ -70,23 +69,32 @@ def apply_changes(base: Deployment, changes: list[tuple[str, str]]) -> tuple[Dep
     what a change takes with it (EPLB off resets its other settings) is among the changes."""
     data = base.to_dict()
     effective: dict[str, Any] = {}
-    asked = dict(changes)
-    if asked.get("eplb.enabled", "").lower() == "false":
-        for field, usual in Eplb().model_dump(mode="json").items():
-            asked.setdefault(f"eplb.{field}", json.dumps(usual))
-        for pool in data["pools"]:
-            if pool["redundant_experts"]:
-                asked.setdefault(f"{pool['role']}.redundant_experts", "null")
-    for key, text in asked.items():
+    asked = _values(changes)
+    taken: dict[str, Any] = {}
+    if asked.get("eplb.enabled") is False:
+        taken = {f"eplb.{field}": usual for field, usual in Eplb().model_dump(mode="json").items()}
+        taken |= {f"{p['role']}.redundant_experts": None for p in data["pools"] if p["redundant_experts"]}
+    for key, value in {**taken, **asked}.items():
         for holder, field in _holders(data, key):
-            value = yaml.safe_load(text)
             if holder[field] != value:
                 effective[key] = {"base": holder[field], "changed": value}
                 holder[field] = value
-    if not effective:
-        keys = ", ".join(f"{k}={v}" for k, v in changes)
-        raise InputError(f"--set {keys}: has no effect, the deployment has it already; set another value")
+        if key in asked and key not in effective:
+            raise InputError(f"--set {key}={value}: has no effect, the deployment has it already; set another value")
     return parse_deployment(data, "--set"), effective
+
+
+def _values(changes: list[tuple[str, str]]) -> dict[str, Any]:
+    """The values by key, read as a deployment's YAML would be."""
+    values: dict[str, Any] = {}
+    for key, text in changes:
+        if key in values:
+            raise InputError(f"--set {key}={text}: sets {key} a second time; give it once")
+        try:
+            values[key] = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            raise InputError(f"--set {key}={text:.40}: not a value; write it as in a deployment's YAML") from None
+    return values
 
 
 def _holders(data: dict[str, Any], key: str) -> list[tuple[dict[str, Any], str]]:
