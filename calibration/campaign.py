@@ -69,13 +69,14 @@ def _deployment(pools: list[dict[str, object]]) -> Deployment:
 def served_runs() -> list[CampaignRun]:
     """DEP2 at 8, 12 and 20 req/s, 1P1D at 3, 6 and 10, one GPU with CUDA graphs to 512 and to 4,096 tokens at 6 with
     fixed and variable lengths."""
-    dep2, pd = _deployment([_pool("aggregated", 2, 512)]), _deployment([_pool(r, 1, 512) for r in ("prefill", "decode")])
-    runs = [CampaignRun(name=f"dep_{r}", deployment=dep2, fitted=f"dep_{r}" == LAUNCH_RUN) for r in ("r8", "r12", "r20")]
-    runs += [CampaignRun(name=f"pd_{r}", deployment=pd, fitted=f"pd_{r}" == TRANSFER_RUN) for r in ("r3", "r6", "r10")]
+    dep2 = _deployment([_pool("aggregated", 2, 512)])
+    pd = _deployment([_pool(role, 1, 512) for role in ("prefill", "decode")])
+    on = {name: dep2 for name in ("dep_r8", "dep_r12", "dep_r20")} | {name: pd for name in ("pd_r3", "pd_r6", "pd_r10")}
     for captured in (512, 4096):
         one = _deployment([_pool("aggregated", 1, captured)])
-        runs += [CampaignRun(name=f"agg8192_graphs{captured}_{load}", deployment=one) for load in ("r6", "r6var")]
-    return runs
+        on |= {f"agg8192_graphs{captured}_{load}": one for load in ("r6", "r6var")}
+    fitted = (LAUNCH_RUN, TRANSFER_RUN)
+    return [CampaignRun(name=name, deployment=d, fitted=name in fitted) for name, d in on.items()]
 
 
 def dp_sync_ms() -> dict[str, float]:
@@ -96,11 +97,19 @@ def dp_sync_ms() -> dict[str, float]:
 
 
 def eager_launch_ep_ms() -> float:
-    """Mean launch of an eager step with experts over two GPUs, ms.
+    """Mean launch of an eager step with experts over two GPUs and requests that decode, ms.
 
     An instance of several GPUs has its workers in processes of their own: tokens leave when a step ends on the GPU, so
     running requests see the launch less what the host was ahead, which was the GPU time of the step before."""
     return float(np.mean(stalls_ms(read_served(CAMPAIGN / f"bench_serve_{LAUNCH_RUN}.json.gz"))))
+
+
+def lone_prompt_ms() -> float:
+    """Mean time of a prompt of 2,048 tokens that found an idle prefill server and had it alone, front end included:
+    the launch of an eager step in which nothing decodes. Source: the proxy's times of TRANSFER_RUN."""
+    arrived, done = _proxy_times("arrival_ms", "prefill_done_ms")
+    others = (arrived[:, None] < done) & (done[:, None] > arrived)  # of each pair: in the server at once
+    return float((done - arrived)[others.sum(axis=1) == 1].mean())
 
 
 def transfer() -> Transfer:
@@ -111,7 +120,10 @@ def transfer() -> Transfer:
     first token, less the steps until then; so it holds the decode server's front end and the post.
     """
     nixl = {r["run"]: r for r in csv.DictReader((CAMPAIGN / NIXL_FILE).open())}[TRANSFER_RUN]
-    handed_ms, step_ms = _proxy_times()
+    prefilled, first = _proxy_times("prefill_done_ms", "first_token_ms")
+    handed_ms = float((first - prefilled).mean())
+    run = read_served(CAMPAIGN / f"bench_serve_{TRANSFER_RUN}.json.gz")
+    step_ms = float(np.mean([np.diff(t).mean() for t in run.token_s])) * 1e3
     run_bytes = float(nixl["mean_mb"]) * 1e6
     blocks = run_bytes / model_spec(MODEL).kv_bytes_per_token / KV_BLOCK_TOKENS
     post_ms = float(nixl["mean_post_ms"])
@@ -124,14 +136,8 @@ def transfer() -> Transfer:
     )
 
 
-def _proxy_times() -> tuple[float, float]:
-    """Means over TRANSFER_RUN: (ms from the prefill server's answer to the first token, ms per decode step)."""
-    run = read_served(CAMPAIGN / f"bench_serve_{TRANSFER_RUN}.json.gz")
-    step_ms = float(np.mean([np.diff(t).mean() for t in run.token_s])) * 1e3
+def _proxy_times(*columns: str) -> list[np.ndarray]:
+    """Columns of TRANSFER_RUN's requests, ms, each (requests,)."""
     with gzip.open(CAMPAIGN / PROXY_FILE, "rt") as f:
-        handed = [
-            float(r["first_token_ms"]) - float(r["prefill_done_ms"])
-            for r in csv.DictReader(f)
-            if r["run"] == TRANSFER_RUN
-        ]
-    return float(np.mean(handed)), step_ms
+        rows = [r for r in csv.DictReader(f) if r["run"] == TRANSFER_RUN]
+    return [np.array([float(r[column]) for r in rows]) for column in columns]

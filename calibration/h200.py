@@ -9,7 +9,6 @@ import csv
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from rackplan.calibration.campaign import (
     TRANSFER_RUN,
     dp_sync_ms,
     eager_launch_ep_ms,
+    lone_prompt_ms,
     transfer,
 )
 from rackplan.calibration.figures import cpu_side
@@ -88,8 +88,8 @@ NOTES = (
     "experts touched. Exact batches route evenly; served ones are read as skewed, and so are all that is predicted.",
     "Admission is carried from the published GB300 figure F51; not measured here.",
     "DP sync is the all-reduce alone on one host; 2 ranks of NCCL stand for any number.",
-    "KV transfer is NIXL's pull over NVLink at 3,000 descriptors a prompt: its rate (8 GB/s) is theirs, not the link's. "
-    "The set-up holds the decode server's front end and the post; with other step times it is 4 ms more or less a ms.",
+    "KV transfer is NIXL's pull over NVLink at 3,000 descriptors a prompt: its rate (8 GB/s) is theirs, not the "
+    "link's. The set-up holds the decode server's front end and the post; it grows by 4 ms with each ms of a step.",
     "decode_48_60000 on DEP2 is left out: 11 ms more than its bytes take, in one row (calibration/h200_rows.py).",
     "Launches of eager steps took 55 to 100 ms within one run, as another server shared the CPU; the mean is kept.",
     "With async scheduling off, prefills after 16,384 cached tokens or more took up to 15 % longer than their GPU time "
@@ -225,16 +225,19 @@ def fit() -> Fit:
     host, host_pct = fit_host(gpu.values)
     steps = [prompt_steps(run, SERVED_PROMPT) for run in runs]
     piecewise, eager = launch_floors_ms(steps, CAPTURED_TOKENS)
+    front_ms = frontend_ms(steps)
+    alone = lone_prompt_ms() - front_ms
     floors = {
         "piecewise_floor_ms": piecewise,
-        "eager_floor_ms": eager,
-        "eager_launch_ep_ms": max(0.0, eager_launch_ep_ms() - eager),
+        "eager_floor_ms": alone,
+        "eager_decode_launch_ms": eager - alone,
+        "eager_ep_launch_ms": eager_launch_ep_ms() - eager,
     }
     own = {k: v for k, v in gpu.values.items() if k in UNKNOWNS}
     return Fit(
         coefficients={**cpu_side(), **dp_sync_ms(), **ASSUMED, **own, **host, **floors},
         profile_fixed_ms=gpu.values["profile_fixed_ms"],
-        frontend_ms=frontend_ms(steps),
+        frontend_ms=front_ms,
         rows=rows,
         gpu=gpu,
         host_pct=host_pct,

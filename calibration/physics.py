@@ -66,8 +66,10 @@ class Coefficients(BaseModel):
     host_jitter_ms: float = Field(0.0, ge=0)
     piecewise_floor_ms: float = Field(0.0, ge=0)
     eager_floor_ms: float = Field(0.0, ge=0)
-    # what dispatch and combine add to an eager launch where an instance has several GPUs
-    eager_launch_ep_ms: float = Field(0.0, ge=0)
+    # eager_floor_ms is a prompt's alone; requests that decode beside it (attention of a second kind) add to the launch,
+    # and so do dispatch and combine where an instance has several GPUs
+    eager_decode_launch_ms: float = Field(0.0, ge=0)
+    eager_ep_launch_ms: float = Field(0.0, ge=0)
     admission_fixed_ms: float = Field(0.0, ge=0)
     admission_token_ms: float = Field(0.0, ge=0)
     # DP sync: ring per hop, recursive doubling per round, NCCL whole
@@ -253,7 +255,8 @@ class PhysicalCost:
     # -- host -----------------------------------------------------------------------------------------------------
     def launch_floor_ms(self, widest_tokens: int, prefill: bool) -> float:
         if widest_tokens > self.pool.max_cudagraph_capture_size:
-            return self.c.eager_floor_ms + (self.c.eager_launch_ep_ms if self.width > 1 else 0.0)
+            decodes_ms = self.c.eager_decode_launch_ms if self.pool.role != "prefill" else 0.0
+            return self.c.eager_floor_ms + decodes_ms + (self.c.eager_ep_launch_ms if self.width > 1 else 0.0)
         return self.c.piecewise_floor_ms if prefill else 0.0
 
     def host_ms(self, widest_requests: int) -> float:

@@ -94,7 +94,8 @@ def _step(
         drafts=drafts,
         redundant_experts=redundant_for(calibration, pool, dep),
     )
-    cost = calibration.pool_cost(deployment, bound)
+    # Decodes are predicted in a pool that prefills too, as all but P/D deployments have; prefills on their own.
+    cost = calibration.pool_cost(deployment, bound.model_copy(update={"role": pool}) if pool == "prefill" else bound)
     even = calibration.balancedness(deployment, bound, tokens)
     terms = gpu_terms_ms(cost, work, dep=dep, drafts=drafts, balancedness=even)
     floor = cost.launch_floor_ms(tokens, pool == "prefill")

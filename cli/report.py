@@ -89,7 +89,7 @@ def _answer(plan: Document) -> Iterable[str]:
         yield _deployment_table(plan)
     if plan.get("binding"):
         b = plan["binding"]
-        yield _section("What binds", f"Binding resource: {b['resource']}. {b['why']} The next GPU: {b['next_gpu']}")
+        yield _section("What binds", f"Binding resource: {b['resource']}. {b['why']}. The next GPU: {b['next_gpu']}.")
 
 
 def _section(title: str, caption: str = "") -> str:

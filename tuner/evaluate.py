@@ -20,6 +20,8 @@ from rackplan.tuner.probe import Probe, merge, run_once
 WARMUP_SHARE = {"closed": 0.2, "open": 0.1, "recorded": 0.0}
 """Of the duration. A recorded run is measured whole, as the run that it replays was."""
 WORTH_PROCESSES_S = 3.0
+WORTH_P99 = 100
+"""With fewer requests the P99 is the worst one."""
 
 
 def simulate_document(
@@ -65,7 +67,7 @@ def simulate_document(
         "deployment": deployment.to_dict(),
         **deployment_document(found),
         "memory": found.memory,
-        "warnings": [*warnings_of(found), *getattr(parsed, "notes", ())],
+        "warnings": [*warnings_of(found), *_few(found), *getattr(parsed, "notes", ())],
         "provenance": provenance_of(fitted.file, found, seed),
     }
 
@@ -88,7 +90,7 @@ def _check_measured(found: Probe, duration_s: float, warmup_s: float) -> None:
     counts = found.metrics["requests"]
     if counts["measured"]:
         return
-    if counts["rejected"]:
+    if counts["rejected"] == counts["submitted"]:
         limit = min(found.deployment.context_limit, *(plan["kv_tokens"] for plan in found.memory))
         raise InfeasibleError(
             f"every request that came is longer than {limit} tokens, which is the least of max_model_len "
@@ -100,6 +102,19 @@ def _check_measured(found: Probe, duration_s: float, warmup_s: float) -> None:
             f"give a shorter one or a longer workload"
         )
     raise InputError(f"--duration {duration_s:g}s: no request ended within it; give a longer one")
+
+
+def _few(found: Probe) -> list[str]:
+    """Percentiles that the run cannot tell."""
+    notes = []
+    measured = found.metrics["requests"]["measured"]
+    if measured < WORTH_P99:
+        notes.append(
+            f"{measured:g} requests were measured a run: P90 and P99 want {WORTH_P99} or more; give a longer --duration"
+        )
+    if not found.metrics["tpot_ms"]["p99"]:
+        notes.append("no request has a second output token: TPOT and interactivity do not exist and are shown as 0")
+    return notes
 
 
 def fitted_for(deployment: Deployment, calibration: str | None) -> FittedCalibration:

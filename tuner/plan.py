@@ -37,7 +37,7 @@ SWEEP = (0.1, 0.35, 0.7)
 
 
 def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
-    """The plan document (see docs/plan_document.md). Raises InputError on bad input; what cannot be met is a document
+    """The plan document (see docs/documents.md). Raises InputError on bad input; what cannot be met is a document
     with `feasible: false`, the constraint that blocks it and the best that can be had."""
     report = progress or (lambda text, share: None)
     _check(request)
