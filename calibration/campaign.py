@@ -52,25 +52,17 @@ def _pool(role: str, dep: int, captured: int) -> dict[str, object]:
     }
 
 
-def _deployment(pools: list[dict[str, object]]) -> Deployment:
-    """vLLM 0.33 balances ranks by requests, syncs them by recursive doubling, and its NixlConnector pulls."""
-    return parse_deployment(
-        {
-            "model": MODEL,
-            "gpu": GPU,
-            "pools": pools,
-            "router": {"policy": "least_requests"},
-            "dp_sync": {"algorithm": "recursive_doubling"},
-            "kv_transfer": {"mode": "pull"},
-        }
-    )
+def _deployment(pools: list[dict[str, object]], **parts: dict[str, object]) -> Deployment:
+    return parse_deployment({"model": MODEL, "gpu": GPU, "pools": pools, **parts})
 
 
 def served_runs() -> list[CampaignRun]:
     """DEP2 at 8, 12 and 20 req/s, 1P1D at 3, 6 and 10, one GPU with CUDA graphs to 512 and to 4,096 tokens at 6 with
-    fixed and variable lengths."""
-    dep2 = _deployment([_pool("aggregated", 2, 512)])
-    pd = _deployment([_pool(role, 1, 512) for role in ("prefill", "decode")])
+    fixed and variable lengths. vLLM 0.33 balances ranks by requests and syncs them by recursive doubling; its
+    NixlConnector pulls."""
+    by_requests: dict[str, object] = {"policy": "least_requests"}
+    dep2 = _deployment([_pool("aggregated", 2, 512)], router=by_requests, dp_sync={"algorithm": "recursive_doubling"})
+    pd = _deployment([_pool(role, 1, 512) for role in ("prefill", "decode")], kv_transfer={"mode": "pull"})
     on = {name: dep2 for name in ("dep_r8", "dep_r12", "dep_r20")} | {name: pd for name in ("pd_r3", "pd_r6", "pd_r10")}
     for captured in (512, 4096):
         one = _deployment([_pool("aggregated", 1, captured)])

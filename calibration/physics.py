@@ -107,7 +107,8 @@ def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0)
 
 
 class PhysicalCost:
-    """`PoolCost` of one pool from specs and coefficients. `fixes_off`: engine fixes to undo (see EngineFix)."""
+    """`PoolCost` of one pool from specs and coefficients. `fixes_off`: engine fixes to undo (see EngineFix); `model`:
+    what a profile ran in place of the deployment's model, e.g. some of its layers."""
 
     def __init__(
         self,
@@ -115,9 +116,10 @@ class PhysicalCost:
         deployment: Deployment,
         pool: Pool,
         fixes_off: tuple[EngineFix, ...] = (),
+        model: ModelSpec | None = None,
     ) -> None:
         self.c = coefficients
-        self.model: ModelSpec = deployment.model_spec
+        self.model: ModelSpec = model or deployment.model_spec
         self.gpu: GpuSpec = deployment.gpu_spec
         self.pool = pool
         self.drafts = deployment.speculation.draft_tokens

@@ -173,6 +173,7 @@ class ServedMetric:
 _METRICS: dict[str, tuple[str, str, Callable[[dict[str, Any]], float]]] = {
     "output throughput": ("tok/s", "output_throughput", lambda m: m["output_throughput_tok_s"]),
     "mean TPOT": ("ms", "mean_tpot_ms", lambda m: m["tpot_ms"]["mean"]),
+    "median TPOT": ("ms", "median_tpot_ms", lambda m: m["tpot_ms"]["p50"]),
     "P90 TPOT": ("ms", "p90_tpot_ms", lambda m: m["tpot_ms"]["p90"]),
     "P99 TPOT": ("ms", "p99_tpot_ms", lambda m: m["tpot_ms"]["p99"]),
     "mean TTFT": ("ms", "mean_ttft_ms", lambda m: m["ttft_ms"]["mean"]),

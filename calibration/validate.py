@@ -1,15 +1,17 @@
 """Fit and check errors of a calibration, row by row: what it was fitted to, and what it was not shown."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rackplan.calibration import h200, published, published_v3, replay
+from rackplan.calibration import campaign, h200, h200_v3, published, published_v3, replay
 from rackplan.calibration.batch import Batch, deployment_of
 from rackplan.calibration.figures import Predictor, figures, fit_value
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.published import ALL_FIXES, EPLB_REDUNDANT, Setting, gain_pct, terms_ms
+from rackplan.engine import Deployment
 from rackplan.simulator.step import step_wall_ms
 
 _K = 1024
@@ -108,32 +110,71 @@ def validate(name: str) -> dict[str, Any]:
     gb300-v4.1-flash, seconds for the others. Raises InputError for an unknown name.
     """
     calibration = load_calibration(name)
-    measured_here = calibration.file.gpu == h200.GPU
-    rows = _profile_rows(calibration) + _served_rows(calibration) if measured_here else _fit_rows(calibration)
+    of_profiles = {"h200-v2-lite": _v2_lite_rows, h200_v3.NAME: _v3_slice_rows}
+    rows = of_profiles.get(calibration.name, _fit_rows)(calibration)
     checks = CHECKS.get(calibration.name, {})
     rows += [_figure_row(id, p.predict(calibration), p.assumption) for id, p in sorted(checks.items())]
     return {"name": name, "rows": rows, "summary": _summary(rows)}
 
 
-def _profile_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+def _v2_lite_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     found = calibration.coefficients.model_dump()
     measured = h200.all_rows()
     values = {k: found[k] for k in h200.UNKNOWNS} | {"profile_fixed_ms": calibration.file.profile_fixed_ms}
     predicted = h200.predict_ms(values, measured)
-    return [
+    rows = [
         _row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)
     ]
+    return rows + _served_rows(calibration) + _campaign_rows(calibration)
 
 
 def _served_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
-    """Replays of the served runs. They are fit rows: launch floors, front end and decode steps came from them."""
+    """Replays of the first served runs. They are fit rows: launch floors, front end and decode steps came from them."""
+    return [
+        row
+        for rate, path in h200.SERVED_RUNS.items()
+        for row in _replay_rows(rate, path, h200.served_deployment(), calibration, "fit")
+    ]
+
+
+def _campaign_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+    """Replays of the campaign's served runs: fit rows are two that launches and hand-over came from, all else checks.
+    Runs of 90 to 240 requests: of the tails only P90 TTFT is shown."""
     rows = []
-    for rate, path in h200.SERVED_RUNS.items():
-        for m in replay.replay_served(path, h200.served_deployment(), calibration):
-            what = f"served run {rate}, arrivals as recorded: {m.name}"
-            id = f"serve_{rate}_{m.name.replace(' ', '_').lower()}"
-            rows.append(_row(id, what, m.unit, m.measured, m.predicted, "fit"))
+    for run in campaign.served_runs():
+        role = "fit" if run.fitted else "check"
+        found = _replay_rows(run.name, run.path, run.deployment, calibration, role)
+        rows += [row for row in found if row["what"].endswith(CAMPAIGN_METRICS)]
     return rows
+
+
+CAMPAIGN_METRICS = ("output throughput", "mean TPOT", "median TPOT", "median TTFT", "P90 TTFT")
+
+
+def _replay_rows(
+    name: str, path: Path, deployment: Deployment, calibration: FittedCalibration, role: str
+) -> list[dict[str, Any]]:
+    rows = []
+    for m in replay.replay_served(path, deployment, calibration):
+        what = f"served run {name}, arrivals as recorded: {m.name}"
+        id = f"serve_{name}_{m.name.replace(' ', '_').lower()}"
+        rows.append(_row(id, what, m.unit, m.measured, m.predicted, role))
+    return rows
+
+
+def _v3_slice_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+    """Exact batches of the slices, from the same fit that the file's coefficients come from; then F66, which the fit
+    does not use."""
+    measured = h200_v3.rows()
+    predicted = h200_v3.predict_ms(h200_v3.fit().values, measured)
+    rows = [
+        _row(h200_v3.row_id(layers, r), f"{r.metric}, {layers} layers", "ms", r.measured_ms, float(p), "fit")
+        for (layers, r), p in zip(measured, predicted, strict=True)
+    ]
+    figure = figures()["F66"]
+    what = f"{figure.what} ({h200_v3.F66_ASSUMPTION})"
+    tok_s = h200_v3.decode_ep32_tok_s(calibration)
+    return [*rows, _row("F66", what, figure.unit, figure.value, tok_s, "check")]
 
 
 def _fit_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:

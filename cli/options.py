@@ -75,13 +75,15 @@ def parse_int(option: str, least: int = 0, most: int = 10**12 - 1) -> Callable[[
     return parse
 
 
-def parse_above_zero(option: str, example: str) -> Callable[[str | float], float]:
-    """A parser of decimal numbers above 0 that names `option` and gives `example` when it refuses."""
+def parse_above_zero(option: str, example: str, most: float = _MOST) -> Callable[[str | float], float]:
+    """A parser of decimal numbers above 0, to `most`, that names `option` and gives `example` when it refuses."""
 
     def parse(text: str | float) -> float:
         value = float(text) if re.fullmatch(_NUMBER, str(text).strip()) else 0.0
-        if not 0 < value <= _MOST:
+        if value <= 0:
             raise InputError(f"{option} {text}: not a number above 0; write {example}")
+        if value > most:
+            raise InputError(f"{option} {text}: too large; write {most:g} or less")
         return value
 
     return parse

@@ -14,8 +14,8 @@ def _whole(name: str, least: int, metavar: str, about: str, most: int = 10**12 -
     return typer.Option(name, parser=options.parse_int(name, least, most), metavar=metavar, help=about)
 
 
-def _above_zero(name: str, example: str, metavar: str, about: str) -> Any:
-    return typer.Option(name, parser=options.parse_above_zero(name, example), metavar=metavar, help=about)
+def _above_zero(name: str, example: str, metavar: str, about: str, most: float = 1e9) -> Any:
+    return typer.Option(name, parser=options.parse_above_zero(name, example, most), metavar=metavar, help=about)
 
 
 def _time(name: str, about: str) -> Any:
@@ -41,7 +41,7 @@ Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where plan.json
 
 DeploymentFile = Annotated[Path, typer.Argument(metavar="DEPLOYMENT.yaml", help="The deployment.")]
 Cv = Annotated[
-    float | None, _above_zero("--cv", "3", "CV", "Burstiness of --rate arrivals: 1 is Poisson (the default), 3 bursty.")
+    float | None, _above_zero("--cv", "3", "CV", "Burstiness of --rate arrivals: 1 is Poisson (default), 3 bursty.", 20)
 ]
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or a deployment's YAML.")]
@@ -54,7 +54,7 @@ Workload = Annotated[
     str, typer.Option("--workload", metavar="WORKLOAD", help="agentx, fixed:ISL/OSL, or a trace FILE.")
 ]
 Concurrency = Annotated[
-    int | None, _whole("--concurrency", 1, "N", "Closed loop: requests (or agentic sessions) in flight.", 1_000_000)
+    int | None, _whole("--concurrency", 1, "N", "Closed loop: requests (or agentic sessions) in flight.", 200_000)
 ]
 Rate = Annotated[float | None, _above_zero("--rate", "12.5", "REQ_S", "Open loop: requests per second.")]
 Duration = Annotated[float, _time("--duration", "Simulated time.")]

@@ -180,7 +180,7 @@ def _deployment(
     deployment: Document, prediction: Document, memory: Sequence[Document], console: Console, title: str
 ) -> None:
     table = _table(
-        title, "Pool", "Instances", "DEP", "GPUs", "Chunk", "Max seqs", "KV loads", "KV pool/GPU", "KV tok/rank", "Busy"
+        title, "Pool", "Inst.", "DEP", "GPUs", "Chunk", "Max seqs", "KV loads", "KV pool/GPU", "KV tok/rank", "Busy"
     )
     for i, pool in enumerate(deployment["pools"]):
         plan = memory[i] if i < len(memory) else {}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rackplan.calibration import h200, published, published_v3
+from rackplan.calibration import campaign, h200, h200_rows, h200_v3, published, published_v3
 from rackplan.calibration.figures import figures, fit_value
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import (
@@ -16,9 +16,9 @@ from rackplan.calibration.library import (
 )
 from rackplan.calibration.predict import predict
 from rackplan.calibration.validate import CHECKS, validate
-from rackplan.engine import InputError, parse_deployment
+from rackplan.engine import InputError, model_spec, parse_deployment
 
-NAMES = ("gb200-v3", "gb300-v4.1-flash", "h200-v2-lite")
+NAMES = ("gb200-v3", "gb300-v4.1-flash", "h200-v2-lite", "h200-v3")
 
 
 def test_h200_refits_to_the_embedded_file():
@@ -26,6 +26,48 @@ def test_h200_refits_to_the_embedded_file():
     for key, value in found.coefficients.items():
         assert getattr(shipped.coefficients, key) == pytest.approx(value, rel=1e-3), key
     assert shipped.frontend_ms == pytest.approx(found.frontend_ms, rel=1e-3)
+    assert shipped.transfer.model_dump() == pytest.approx(campaign.transfer().model_dump(), rel=1e-3)
+
+
+def test_h200_v3_refits_to_the_embedded_file():
+    shipped = calibration_file("h200-v3")
+    for key, value in h200_v3.draft_of(h200_v3.fit().values).coefficients.model_dump().items():
+        assert getattr(shipped.coefficients, key) == pytest.approx(value, rel=1e-3), key
+
+
+def test_slices_of_a_model_cost_in_proportion_to_their_layers():
+    # What a layer costs is the same in a slice and in the whole, so 4 layers less 2 are two MoE layers.
+    values = h200_v3.fit().values
+    batches = [(n, r) for n, r in h200_v3.rows() if r.id == "decode_16_1024_dep1"]
+    two, four = h200_v3.predict_ms(values, tuple(sorted(batches, key=lambda b: b[0])))
+    whole = model_spec("deepseek-v3", "h200")
+    assert h200_v3.slice_of(whole.layers).flops_per_token_dense["decode"] == pytest.approx(
+        whole.flops_per_token_dense["decode"],
+        rel=0.05,  # one dense layer in place of three
+    )
+    assert 1.9 < four / two < 3  # three MoE layers and the dense one, against one and one
+
+
+def test_dp_sync_predicts_the_measured_all_reduce_at_every_width():
+    # Not a fit of one width: hops and rounds must carry from 2 ranks to 16.
+    found = campaign.dp_sync_ms()
+    assert found["ring_hop_ms"] * 15 == pytest.approx(2.448, rel=0.2)
+    assert found["ring_hop_ms"] == pytest.approx(0.224, rel=0.2)
+    assert found["doubling_round_ms"] * 4 == pytest.approx(0.301, rel=0.2)
+    assert found["doubling_round_ms"] == pytest.approx(0.071, rel=0.2)
+
+
+def test_kv_transfer_is_what_the_counters_say():
+    found = campaign.transfer()
+    blocks = 2048 / found.block_tokens
+    assert blocks * found.per_block_ms == pytest.approx(7.328)  # the mean post of 1P1D at 6 requests/s
+    assert 0 < found.setup_ms < 63.1  # of what lay between the prefill's answer and the first token
+
+
+def test_rows_that_are_left_out_are_measured_and_named():
+    every = {r.id for name in h200_rows.FORWARD_FILES for r in h200_rows.forward_rows(h200_rows.PROFILES / name)}
+    assert set(h200_rows.LEFT_OUT) <= every
+    assert every - set(h200_rows.LEFT_OUT) == {r.id for r in h200_rows.profile_rows()}
 
 
 def test_published_fits_refit_to_the_embedded_files():
@@ -58,6 +100,7 @@ def test_check_rows_keep_a_median_error_under_15_pct():
     assert {r["id"] for r in found["rows"] if r["role"] == "check"} == set(CHECKS["gb300-v4.1-flash"])
     assert found["summary"]["check_median_abs_pct"] < 15
     assert validate("gb200-v3")["summary"]["check_median_abs_pct"] < 15
+    assert validate("h200-v3")["summary"]["check_median_abs_pct"] < 15
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -85,7 +128,28 @@ def test_prediction_says_when_it_extrapolates_and_widens():
 
 def test_a_prefill_past_the_captured_graphs_shows_the_launch_floor():
     found = predict("h200-v2-lite", pool="prefill", dep=1, new=2048)
-    assert found["step_ms"] > 2 * found["gpu_ms"]
+    assert found["step_ms"] > 1.5 * found["gpu_ms"]
+
+
+def test_an_eager_launch_takes_longer_beside_decodes_and_with_experts_spread():
+    calibration = load_calibration("h200-v2-lite")
+    deployment = {
+        width: parse_deployment(
+            {
+                "model": "deepseek-v2-lite",
+                "gpu": "h200",
+                "pools": [{"role": role, "instances": 1, "dep": width} for role in ("prefill", "decode")],
+            }
+        )
+        for width in (1, 2)
+    }
+    launch = {
+        (pool.role, width): calibration.pool_cost(d, pool).launch_floor_ms(2048, True)
+        for width, d in deployment.items()
+        for pool in d.pools
+    }
+    assert launch["prefill", 1] < launch["decode", 1] < launch["decode", 2]
+    assert launch["prefill", 1] < launch["prefill", 2]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +172,7 @@ def test_library_names_what_there_is(tmp_path):
     assert default_calibration("deepseek-v2-lite", "h200") == "h200-v2-lite"
     with pytest.raises(InputError, match="there is deepseek-v3 on gb200"):
         default_calibration("deepseek-v3", "gb300")
-    with pytest.raises(InputError, match="one of gb200-v3, gb300-v4.1-flash, h200-v2-lite"):
+    with pytest.raises(InputError, match="one of gb200-v3, gb300-v4.1-flash, h200-v2-lite, h200-v3"):
         load_calibration("h100")
     broken = tmp_path / "mine.json"
     broken.write_text(json.dumps({**show("gb200-v3"), "frontend_ms": -1}))

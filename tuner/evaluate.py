@@ -10,6 +10,8 @@ from typing import Any
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import default_calibration, load_calibration
 from rackplan.engine import Deployment, InfeasibleError, InputError, check_memory
+from rackplan.engine.deployment import DpSync
+from rackplan.simulator.arrivals import TraceWorkload
 from rackplan.simulator.request import Load, Workload
 from rackplan.simulator.simulate import RunOptions
 from rackplan.simulator.workloads import parse_workload
@@ -20,6 +22,8 @@ from rackplan.tuner.probe import Probe, merge, run_once
 WARMUP_SHARE = {"closed": 0.2, "open": 0.1, "recorded": 0.0}
 """Of the duration. A recorded run is measured whole, as the run that it replays was."""
 WORTH_PROCESSES_S = 3.0
+KEPT = 0.7
+"""Of the load that was asked for; less is told."""
 WORTH_P99 = 100
 """With fewer requests the P99 is the worst one."""
 
@@ -67,7 +71,13 @@ def simulate_document(
         "deployment": deployment.to_dict(),
         **deployment_document(found),
         "memory": found.memory,
-        "warnings": [*warnings_of(found), *_few(found), *getattr(parsed, "notes", ())],
+        "warnings": [
+            *warnings_of(found),
+            *_few(found),
+            *_load_not_kept(found, parsed, duration_s),
+            *_not_modelled(deployment),
+            *getattr(parsed, "notes", ()),
+        ],
         "provenance": provenance_of(fitted.file, found, seed),
     }
 
@@ -104,6 +114,26 @@ def _check_measured(found: Probe, duration_s: float, warmup_s: float) -> None:
     raise InputError(f"--duration {duration_s:g}s: no request ended within it; give a longer one")
 
 
+def _not_modelled(deployment: Deployment) -> list[str]:
+    """What the deployment sets and the simulation does not see, or sees in part."""
+    notes = []
+    for pool in deployment.pools:
+        if pool.offload.group_size:
+            notes.append(
+                f"{pool.role}.offload: the HBM that it frees is counted, loading the weights back is not modelled; "
+                f"steps may be longer"
+            )
+        if pool.tp > 1:
+            notes.append(f"{pool.role}.tp={pool.tp}: attention is divided by it, its all-reduces are not modelled")
+    if not deployment.eplb.use_async:
+        notes.append("eplb.use_async=false: the stalls of synchronous rearranging are not modelled")
+    if deployment.eplb.enabled and all(p.gpus_per_instance == 1 for p in deployment.pools):
+        notes.append("eplb.enabled=true has no effect: no instance has a second GPU to balance with")
+    if deployment.dp_sync != DpSync() and all(p.dep == 1 for p in deployment.pools):
+        notes.append(f"dp_sync.algorithm={deployment.dp_sync.algorithm} has no effect: no pool has a second rank")
+    return notes
+
+
 def _few(found: Probe) -> list[str]:
     """Percentiles that the run cannot tell."""
     notes = []
@@ -115,6 +145,23 @@ def _few(found: Probe) -> list[str]:
     if not found.metrics["tpot_ms"]["p99"]:
         notes.append("no request has a second output token: TPOT and interactivity do not exist and are shown as 0")
     return notes
+
+
+def _load_not_kept(found: Probe, workload: Workload, duration_s: float) -> list[str]:
+    """Where the load that was run is not the one that was asked for."""
+    load, counts = found.load, found.metrics["requests"]
+    expected = (load.rate_req_s or 0.0) * duration_s
+    if not isinstance(workload, TraceWorkload) and counts["submitted"] < KEPT * expected - 3 * expected**0.5:
+        return [
+            f"{counts['submitted']:g} of the {expected:.0f} requests of --rate {load.rate_req_s:g} came: sessions last "
+            f"longer than --duration {duration_s:g}s; give a longer one, or --concurrency"
+        ]
+    if load.concurrency and isinstance(workload, TraceWorkload) and counts["unfinished"] < KEPT * load.concurrency:
+        return [
+            f"the {counts['submitted']:g} requests of {workload.name} ended before --duration {duration_s:g}s did, and "
+            f"throughput counts the idle rest; give a shorter one"
+        ]
+    return []
 
 
 def fitted_for(deployment: Deployment, calibration: str | None) -> FittedCalibration:

@@ -68,8 +68,9 @@ def find_operating_point(
         else:
             bad = _End(load, slack)
         following = _next_load(good, bad, found, slo)
-        load = max(least, float(round(following)) if following >= 8 else following)
-        if any(end and math.isclose(load, end.load, rel_tol=CLOSE_ENOUGH - 1) for end in (good, bad)):
+        whole = found.load.concurrency is not None or following >= 8
+        load = max(least, float(round(following)) if whole else following)
+        if _settled(load, good, bad):
             break
     meeting = [p for p in probes if slo.meets(p.metrics)]
     best = max(meeting, key=lambda p: p.metrics["total_throughput_tok_s"], default=None)
@@ -80,6 +81,17 @@ def _slack(found: Probe, slo: Slo) -> float:
     if not found.metrics["requests"]["measured"]:
         return 0.1
     return min(slo.slack(found.metrics).values())
+
+
+def _settled(load: float, good: _End | None, bad: _End | None) -> bool:
+    """Would `load` tell nothing new? While no load meets the SLOs, every lighter one does:
+    a search may end without an answer only at the lightest, or for want of probes."""
+    if bad and load == bad.load:
+        return True
+    if good is None:
+        return False
+    narrow = bad is not None and bad.load < CLOSE_ENOUGH * good.load
+    return narrow or math.isclose(load, good.load, rel_tol=CLOSE_ENOUGH - 1)
 
 
 def _grew(probes: list[Probe]) -> bool:
@@ -95,7 +107,8 @@ def _next_load(good: _End | None, bad: _End | None, found: Probe, slo: Slo) -> f
     if good:
         return good.load * min(MOST_GROWTH, max(1.15, good.slack))
     assert bad is not None
-    return lighter_load(bad.load, found, slo)
+    lighter = lighter_load(bad.load, found, slo)
+    return lighter if found.load.concurrency is None else float(math.floor(lighter))
 
 
 def lighter_load(load: float, found: Probe, slo: Slo) -> float:

@@ -157,10 +157,7 @@ def _document(
         "feasible": feasible,
         "reason": None if feasible else _why_not(request, best, meets_slo=bool(confirmed), achieved=achieved),
         "target": {"tps": request.target_tps, "count": request.count, "per": request.per},
-        "slo": {
-            "p90_interactivity_tok_s_user": request.p90_interactivity_tok_s_user,
-            "p90_ttft_ms": request.p90_ttft_ms,
-        },
+        "slo": _slo_document(request),
         "inputs": request.to_inputs(),
         "deployment": best.deployment.to_dict(),
         "load": load_document(best.load),
@@ -182,6 +179,13 @@ def _document(
                 "refused": screening.refusals,
             },
         },
+    }
+
+
+def _slo_document(request: PlanRequest) -> dict:
+    return {
+        "p90_interactivity_tok_s_user": request.p90_interactivity_tok_s_user,
+        "p90_ttft_ms": request.p90_ttft_ms,
     }
 
 
@@ -227,8 +231,14 @@ def _nothing(request: PlanRequest, screening: Screening) -> dict:
         "feasible": False,
         "reason": reason,
         "target": {"tps": request.target_tps, "count": request.count, "per": request.per},
+        "slo": _slo_document(request),
         "inputs": request.to_inputs(),
-        "deployment": None,
+        **dict.fromkeys(("deployment", "load", "prediction", "margin_pct", "binding", "economics")),
+        "runners_up": [],
+        "pareto": [],
+        "history": [],
+        "memory": [],
+        "warnings": [],
         "provenance": {"calibration": request.calibration_name, "rackplan_version": __version__, "seed": request.seed},
     }
 

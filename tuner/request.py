@@ -70,10 +70,16 @@ class PlanRequest:
 
     def score(self, metrics: dict) -> tuple[float, float]:
         """What is maximised: per GPU the throughput; of a deployment the fewest GPUs, then the throughput."""
-        tps = self.achieved_tps(metrics)
+        return self.score_of(self.achieved_tps(metrics), metrics["gpus"])
+
+    def score_of(self, tps: float, gpus: float) -> tuple[float, float]:
+        """The score of reaching `tps`, counted as the target is, with `gpus`. A deployment that misses the target comes
+        behind all that reach it, by what it misses."""
         if self.per == "gpu":
             return (tps, 0.0)
-        return (-metrics["gpus"] * max(1.0, self.target_tps / max(tps, 1e-9)) ** 2, tps)
+        if tps >= self.target_tps:
+            return (-float(gpus), tps)
+        return (-self.gpus * (2.0 - tps / self.target_tps), tps)
 
     def to_inputs(self) -> dict:
         """Every effective input."""

@@ -152,6 +152,8 @@ class Screening:
             pair = Layout(prefill_instances=1, prefill_dep=width, decode_instances=1, decode_dep=width)
             self._keep_best("decode", width, pair, decode_variants, rates, knobs)
         for width in prefill_widths(gpu):
+            if width > self.request.gpus:
+                continue
             pair = Layout(prefill_instances=1, prefill_dep=width, decode_instances=1, decode_dep=width)
             variants = [replace(base, drafts=0, redundant=-1, chunk=c) for c in CHUNKS]
             self._keep_best("prefill", width, pair, variants, rates, knobs)
