@@ -80,6 +80,7 @@ class Instance:
         self._ends: np.ndarray | None = None  # of the run of steps that an arrival may cut
         self._begins: np.ndarray | None = None  # when the host begins each of them: what comes before is in it
         self._lead_ms = 0.0  # how far the host is ahead of the GPU
+        self._seen_ms = 0.0  # how long before the step's end the scheduler looks at its queue
         self._outputs: list[tuple[Sequence, bool]] = []  # first tokens and ends (True) of the last step
         self._wake: simpy.Event | None = None
         self._extra_host_ms = 0.0
@@ -142,9 +143,9 @@ class Instance:
     def _live(self) -> Generator[simpy.Event, Any, None]:
         while True:
             self._preempt_for_growth()
-            plans = self._plan(int(self.env.now) - round(self._lead_ms * NS_PER_MS))
+            plans = self._plan(int(self.env.now) - round(self._seen_ms * NS_PER_MS))
             if not plans and not self._running:
-                self._lead_ms = 0.0
+                self._lead_ms = self._seen_ms = 0.0
                 self._deliver(0)
                 plans = self._plan(int(self.env.now) + 1)  # nothing runs: all that is here is seen
             if not plans and not self._running:
@@ -154,9 +155,10 @@ class Instance:
             self._deliver(round(times.delivery_ms * NS_PER_MS))
             wall_ns = np.maximum(1, np.rint(times.wall_ms * NS_PER_MS)).astype(np.int64)
             ends = self.env.now + np.cumsum(wall_ns)
-            begins = ends - wall_ns - np.rint(times.lead_ms * NS_PER_MS).astype(np.int64)
+            begins = ends - wall_ns - np.rint(times.seen_ms * NS_PER_MS).astype(np.int64)
             steps = yield from self._pass(begins, ends)
             self._lead_ms = float(times.next_lead_ms[steps - 1])
+            self._seen_ms = float(times.next_seen_ms[steps - 1])
             self._book(plans, times.first(steps), wall_ns[:steps])
             self._commit(plans, steps)
 
@@ -312,7 +314,16 @@ class Instance:
         steps = self._steps_ahead(plans)
         self._extra_host_ms = 0.0
         balancedness = self.model.balancedness(float(step_tokens.sum()) / n)
-        return time_steps(cost, load, steps, balancedness, self.pool.async_scheduling, self._lead_ms)
+        return time_steps(
+            cost,
+            load,
+            steps,
+            balancedness,
+            self.pool.async_scheduling,
+            self._lead_ms,
+            self._seen_ms,
+            self.pool.gpus_per_instance > 1,
+        )
 
     # -- what a step did -----------------------------------------------------------------------------------------
     def _book_idle(self) -> None:

@@ -45,6 +45,7 @@ class StepTimes:
 
     `wall_ms`: from the end of the step before to the end of this one. `lead_ms`: how long before the end of the step
     before the host began this one (0 without async scheduling); `next_lead_ms`: the same of the step that follows.
+    `seen_ms`, `next_seen_ms`: likewise, how long before it the scheduler last looked at its queue.
     `launch_ms`: host time of a step. `attention_mean_ms` is the mean over ranks, so that attention_ms less it is lost
     to imbalance.
     """
@@ -53,6 +54,8 @@ class StepTimes:
     wall_without_sync_ms: FloatArray
     lead_ms: FloatArray
     next_lead_ms: FloatArray
+    seen_ms: FloatArray
+    next_seen_ms: FloatArray
     launch_ms: float
     gpu_ms: FloatArray
     attention_ms: FloatArray
@@ -66,6 +69,8 @@ class StepTimes:
             self.wall_without_sync_ms[:steps],
             self.lead_ms[:steps],
             self.next_lead_ms[:steps],
+            self.seen_ms[:steps],
+            self.next_seen_ms[:steps],
             self.launch_ms,
             self.gpu_ms[:steps],
             self.attention_ms[:steps],
@@ -118,9 +123,20 @@ def overlap_ms(
 
 
 def time_steps(
-    cost: PoolCost, load: StepLoad, steps: int, balancedness: float, async_scheduling: bool, lead_ms: float
+    cost: PoolCost,
+    load: StepLoad,
+    steps: int,
+    balancedness: float,
+    async_scheduling: bool,
+    lead_ms: float,
+    seen_ms: float,
+    own_worker: bool,
 ) -> StepTimes:
-    """The times of `steps` equal steps that differ only in their growing context. `lead_ms`: as in `overlap_ms`."""
+    """The times of `steps` equal steps that differ only in their growing context. `lead_ms`: as in `overlap_ms`.
+
+    `own_worker`: the worker is a process of its own, as vLLM's is where an instance has several GPUs. Then a launch
+    does not hold up the scheduler: it plans the next step, and hands on tokens, as soon as a step ends on the GPU.
+    """
     context = load.decode_context + load.context_growth * np.arange(steps)[:, None]
     attention = cost.attention_ms(
         load.prefill_tokens, load.prefill_pairs, load.prefill_context, load.decode_requests, context
@@ -139,5 +155,10 @@ def time_steps(
         wall = step_wall_ms(gpu, floor, host, sync, 0.0, async_scheduling)
         without_sync, lead = wall - sync, np.zeros(steps)
         next_lead = lead
+    seen, next_seen = lead, next_lead
     launch = max(floor, host + sync) if async_scheduling else 0.0
-    return StepTimes(wall, without_sync, lead, next_lead, launch, gpu, slowest, attention.mean(axis=1), shared)
+    if own_worker and async_scheduling:
+        seen, next_seen, launch = np.concatenate([[seen_ms], wall[:-1]]), wall, 0.0
+    return StepTimes(
+        wall, without_sync, lead, next_lead, seen, next_seen, launch, gpu, slowest, attention.mean(axis=1), shared
+    )

@@ -82,7 +82,8 @@ def _finalists(result: SearchResult) -> list[Trial]:
 
 
 def _confirm(request: PlanRequest, workers: Workers, finalists: list[Trial]) -> list[Probe]:
-    """Each finalist at the highest load at which every replication meets the SLOs over a longer time, best first."""
+    """Finalists at the highest load at which every replication meets the SLOs over a longer time, best first: down the
+    ranking until one reaches the target."""
     tasks = [
         SearchTask(
             deployment=t.deployment,
@@ -96,7 +97,13 @@ def _confirm(request: PlanRequest, workers: Workers, finalists: list[Trial]) -> 
     ]
     edges = [p.best for p in workers.search(tasks) if p.best]
     edges.sort(key=lambda p: request.score(p.metrics), reverse=True)
-    return [c for c in (_replicate(request, workers, edge) for edge in edges[:1]) if c]
+    confirmed: list[Probe] = []
+    for edge in edges:
+        if found := _replicate(request, workers, edge):
+            confirmed.append(found)
+            if request.achieved_tps(found.metrics) >= request.target_tps:
+                break
+    return sorted(confirmed, key=lambda p: request.score(p.metrics), reverse=True)
 
 
 def _replicate(request: PlanRequest, workers: Workers, edge: Probe) -> Probe | None:

@@ -73,9 +73,7 @@ class Screening:
             self._refuse("p90_interactivity")
             return -math.inf
         tps = rate_req_s * self.demand.counted_tokens(self.request.count)
-        if self.request.per == "gpu":
-            return tps / layout.gpus
-        return -layout.gpus * max(1.0, self.request.target_tps / tps) ** 2
+        return self.request.score_of(tps / layout.gpus if self.request.per == "gpu" else tps, layout.gpus)[0]
 
     def learn(self, pilots: list[tuple[Candidate, Probe]]) -> None:
         """Take corrections from simulated candidates, each at a load near its capacity."""

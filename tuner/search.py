@@ -72,8 +72,8 @@ class SearchResult:
 
 def horizon(e2e_s: float, seed: int) -> RunOptions:
     """A short run: some lives of a request to warm up, and some to measure."""
-    warmup = max(14.0, 1.5 * e2e_s)
-    measured = max(10.0, 2.0 * e2e_s)
+    warmup = max(14.0, 1.1 * e2e_s)
+    measured = max(10.0, e2e_s)
     return RunOptions(duration_s=warmup + measured, warmup_s=warmup, seed=seed, drain=False)
 
 
@@ -212,7 +212,7 @@ class Search:
         best = self._best_promise
         if self.request.per == "gpu":
             return candidate.score >= WORTH_SIMULATING * best
-        return candidate.score >= best / WORTH_SIMULATING  # both negative: GPUs
+        return candidate.score >= best / WORTH_SIMULATING  # both negative: GPUs, or what the target is missed by
 
     def _deployment(self, candidate: Candidate) -> Deployment:
         return make_deployment(self.request.model, self.request.gpu, candidate.layout, candidate.knobs, None)
