@@ -101,6 +101,7 @@ def rows() -> tuple[tuple[int, Row], ...]:
 
 
 def row_id(layers: int, row: Row) -> str:
+    """The row's id with its slice's, e.g. L4_decode_32_1024."""
     return f"L{layers}_{row.id}"
 
 

@@ -179,13 +179,32 @@ class PhysicalCost:
         prefill_share = prefill_tokens / total if total else 0.0
         dense_ms = c.step_fixed_ms + self._dense_ms(padded, prefill_share)
         dense_ms += c.prefill_chunk_ms * prefill_chunks / self.pool.dep
-        return SharedTime(
+        target = SharedTime(
             dense=dense_ms,
             moe=full_ms + thin_ms,
             ep_imbalance=full_excess + thin_excess,
             communication=self._communication_ms(padded, prefill_share, narrow_share),
-            draft=self._draft_ms(widest, total) if self.drafts else 0.0,
+            draft=0.0,
         )
+        return target._replace(
+            draft=self._draft_ms(widest, total) if self.drafts else 0.0,
+            weight_wait=self._weight_wait_ms(sum(target)) if self.pool.offload.group_size else 0.0,
+        )
+
+    def _weight_wait_ms(self, layers_ms: float) -> float:
+        """Waiting for experts that lie in host memory, over the step.
+
+        Of each group of layers `num_in_group` load theirs over the host link, each no sooner than `prefetch_step` layers
+        ahead; a layer computes for its share of `layers_ms`, to which attention is not counted: the wait is an upper
+        bound where attention is long."""
+        m, offload = self.model, self.pool.offload
+        layer_ms = layers_ms / m.layers
+        held = m.routed_experts * m.bytes_per_routed_expert / self.width
+        load_ms = held / (self.gpu.host_gb_s * 1e6)
+        loaded = min(offload.num_in_group, offload.group_size)
+        late_ms = loaded * max(0.0, load_ms - offload.prefetch_step * layer_ms)
+        link_ms = loaded * load_ms - offload.group_size * layer_ms  # the link is never idle, and still too slow
+        return m.moe_layers / offload.group_size * max(late_ms, link_ms)
 
     def _dense_ms(self, tokens: int, prefill_share: float) -> float:
         c = self.c

@@ -20,7 +20,7 @@ class GpuTime:
     def book_steps(self, times: StepTimes, wall_ns: np.ndarray, idle_share: float, idle_cause: str) -> None:
         """Book a run of steps. `idle_share`: ranks without a request, which run dummy batches; their GPU time goes to
         `idle_cause`. What is beyond the GPU's time is the sync's where the step would be shorter without it, else the
-        host's."""
+        host's, and so is waiting for weights from host memory."""
         steps = len(wall_ns)
         total = float(wall_ns.sum())
         gpu = min(total, float(times.gpu_ms.sum()) * 1e6)
@@ -29,7 +29,7 @@ class GpuTime:
         skew = slowest - float(times.attention_mean_ms.sum()) * 1e6  # idle ranks' share is in their dummy batches
         lost = {
             "dp_sync": sync,
-            "host": total - gpu - sync,
+            "host": total - gpu - sync + (1.0 - idle_share) * steps * times.shared.weight_wait * 1e6,
             "ep_imbalance": (1.0 - idle_share) * steps * times.shared.ep_imbalance * 1e6,
             "dp_imbalance": max(0.0, skew - idle_share * slowest),
         }

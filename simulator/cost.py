@@ -16,13 +16,15 @@ FloatArray = np.ndarray
 
 
 class SharedTime(NamedTuple):
-    """GPU time that all ranks of an instance share in one step, ms. `ep_imbalance`: the hottest rank's excess."""
+    """GPU time that all ranks of an instance share in one step, ms. `ep_imbalance`: the hottest rank's excess;
+    `weight_wait`: layers that wait for their weights from host memory."""
 
     dense: float
     moe: float
     ep_imbalance: float
     communication: float
     draft: float
+    weight_wait: float = 0.0
 
 
 class PoolCost(Protocol):

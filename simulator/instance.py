@@ -28,7 +28,8 @@ MOST_COALESCED_STEPS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceModel:
-    """What an instance knows of itself. `kv_tokens`: KV pool of one rank. `balancedness`: by tokens per rank."""
+    """What an instance knows of itself. `kv_tokens`: KV pool of one rank. `balancedness`: by tokens per rank.
+    `rearrange_every_steps`: a synchronous EPLB stops all ranks for `rearrange_ms` that often; None for no stop."""
 
     pool: Pool
     cost: PoolCost
@@ -37,6 +38,8 @@ class InstanceModel:
     replay_tokens: int
     balancedness: Callable[[float], float]
     make_cache: Callable[[], PrefixCache]
+    rearrange_every_steps: int | None = None
+    rearrange_ms: float = 0.0
     coalesce: bool = True
 
 
@@ -276,6 +279,8 @@ class Instance:
         while self._finishes[0][2].finish_step != self._finishes[0][0]:  # preempted since
             heapq.heappop(self._finishes)
         ahead = min(self._finishes[0][0] - self._step, MOST_COALESCED_STEPS)
+        if every := self.model.rearrange_every_steps:
+            ahead = min(ahead, every - self._step % every)
         room = self.model.kv_tokens - self._held - self._contexts()
         if (room < self._growth * ahead).any():
             ahead = int(np.floor(room / np.maximum(self._growth, 1e-12)).min())
@@ -286,6 +291,9 @@ class Instance:
         tokens, pairs, cached = np.zeros(n), np.zeros(n), np.zeros(n)
         chunks, admission_ms = 0, 0.0
         cost = self.model.cost
+        every = self.model.rearrange_every_steps
+        if every and self._step and self._step % every == 0:
+            self._extra_host_ms += self.model.rearrange_ms
         for r, plan in plans.items():
             for seq, new in plan.chunks:
                 tokens[r] += new

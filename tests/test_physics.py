@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.physics import PhysicalCost, experts_touched, padded_tokens
+from rackplan.engine.deployment import WeightOffload
 
 NAMES = ("h200-v2-lite", "gb300-v4.1-flash", "gb200-v3")
 
@@ -92,3 +93,17 @@ def test_undoing_a_fix_costs_time_and_only_in_prefill():
         prefill, decode = Batch(chunks=1, new_tokens=32768, cached_tokens=131072), Batch(decodes=8, context_tokens=8192)
         assert sum(gpu_terms_ms(before, prefill, dep=2).values()) > sum(gpu_terms_ms(after, prefill, dep=2).values())
         assert gpu_terms_ms(before, decode, dep=2) == pytest.approx(gpu_terms_ms(after, decode, dep=2))
+
+
+def test_weight_offload_waits_only_where_a_layer_loads_longer_than_others_compute() -> None:
+    def wait_ms(tokens: int, **offload: int) -> float:
+        deployment, pool = deployment_of("deepseek-v3", "gb200", dep=2, tokens=65536)
+        pool = pool.model_copy(update={"offload": WeightOffload(**offload)})
+        cost = load_calibration("gb200-v3").cost_on(deployment, pool)
+        return cost.shared_ms(tokens, 2 * tokens, 2 * tokens, 2, 1.0).weight_wait
+
+    assert wait_ms(65536, group_size=2) == 0.0  # 40 ms of a layer hide the 14 ms that the next one loads
+    # 128 experts x 24.8 MB over 225 GB/s are 14.1 ms; every second of 58 MoE layers at 64 tokens has little to hide it.
+    assert 29 * 14.1 * 0.8 < wait_ms(64, group_size=2) < 29 * 14.1
+    assert wait_ms(64, group_size=2) > wait_ms(64, group_size=4) > wait_ms(64, group_size=0) == 0.0
+    assert wait_ms(2048, group_size=4, prefetch_step=1) > wait_ms(2048, group_size=4, prefetch_step=3)

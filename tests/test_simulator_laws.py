@@ -80,6 +80,9 @@ def deployments(draw):
             **top,
         )
         role = "decode"
+    eplb = draw(st.sampled_from([None, {"enabled": True, "interval_steps": 7, "use_async": False}]))
+    if eplb:
+        deployment = parse_deployment({**deployment.to_dict(), "eplb": eplb})
     if draw(st.booleans()):  # so little KV that requests wait for it and are preempted
         deployment = with_kv_tokens(deployment, role, draw(st.sampled_from([4500, 9000])))
     return deployment
@@ -212,3 +215,14 @@ def test_a_session_hits_what_its_last_turn_left():
 def test_requests_that_can_never_fit_are_rejected():
     result = run(with_kv_tokens(aggregated(), "aggregated", 3000), requests([0.0, 0.0], [2000, 5000], 10))
     assert (len(result.finish_ns), result.rejected) == (1, 1)
+
+
+def test_a_synchronous_eplb_stops_all_ranks_and_an_asynchronous_one_does_not():
+    eplb = {"enabled": True, "interval_steps": 50}
+    base = aggregated(dep=2).to_dict()
+    ends = {}
+    for use_async in (True, False):
+        deployment = parse_deployment({**base, "eplb": {**eplb, "use_async": use_async}})
+        ends[use_async] = run(deployment, requests([0.0], 100, 200)).finish_ns[0] / 1e6
+    # 199 decode steps after one of prefill: three rearrangements of a second, each in place of a step.
+    assert 2980 < ends[False] - ends[True] < 3000

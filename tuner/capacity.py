@@ -109,7 +109,8 @@ def _decode_rate(
         stall = _stalls(deployment, pool, demand, calibration, size, steps, step_ms)
         if stall is None:
             break
-        p90_ms = tail * step_ms / accepted + _p90_of_stalls_ms(demand, steps, *stall)
+        # A request alone meets nobody's steps but its own.
+        p90_ms = (tail if size > 1 else 1.0) * step_ms / accepted + _p90_of_stalls_ms(demand, steps, *stall)
         if p90_ms > slo.p90_tpot_ms:
             break
         cycle_s = steps * (step_ms + stall[0] * stall[1]) / 1e3

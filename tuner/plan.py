@@ -6,6 +6,7 @@ Demand -> closed-form screening -> search on the simulator -> confirmation by re
 from dataclasses import replace
 
 from rackplan import __version__
+from rackplan.engine import InputError
 from rackplan.simulator.request import Load
 from rackplan.simulator.simulate import RunOptions
 from rackplan.tuner.binding import binding_of, warnings_of
@@ -42,6 +43,12 @@ def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
     report = progress or (lambda text, share: None)
     _check(request)
     demand = play_demand(request.parsed_workload, e2e_s=NOMINAL_E2E_S, duration_s=PLAYED_S, seed=request.seed)
+    longest, most = demand.longest_tokens, request.model_spec.max_model_len
+    if longest > most:
+        raise InputError(
+            f"--workload {request.workload}: has requests of {longest:,} tokens, {request.model} takes at most "
+            f"{most:,}; choose another workload or model"
+        )
     report("screening layouts in closed form", 0.0)
     screening = Screening(request, demand)
     screened = screening.candidates()
@@ -201,6 +208,8 @@ def _why_not(request: PlanRequest, best: Probe, *, meets_slo: bool, achieved: fl
     slack = request.slo.slack(best.metrics)
     if not meets_slo:
         name = min(slack, key=lambda k: slack[k])
+        if slack[name] >= 1.0:
+            return f"{name}: met in a short run at {_load_text(best)}, but not in every longer one with another seed"
         if name == "p90_ttft":
             got, want = f"{best.metrics['ttft_ms']['p90']:.0f} ms", f"{request.p90_ttft_ms:.0f} ms"
         else:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rackplan.engine import InfeasibleError, InputError, check_memory
+from rackplan.engine import Deployment, InfeasibleError, InputError, check_memory
 from rackplan.tuner.capacity import Corrections, Estimate, estimate
 from rackplan.tuner.demand import Demand
 from rackplan.tuner.probe import Probe
@@ -35,6 +35,7 @@ class Candidate:
 
     layout: Layout
     knobs: Knobs
+    deployment: Deployment
     estimate: Estimate
     score: float
 
@@ -56,8 +57,7 @@ class Screening:
             self._refuse("experts do not divide over the GPUs")
             return None
         try:
-            deployment = make_deployment(self.request.model, self.request.gpu, layout, knobs, None)
-            check_memory(deployment, self.demand.longest_tokens)
+            deployment = self._with_context(layout, knobs)
         except InfeasibleError as e:
             self.memory_refusal = self.memory_refusal or str(e)
             self._refuse("memory")
@@ -66,7 +66,21 @@ class Screening:
             self._refuse(str(e))
             return None
         found = estimate(deployment, self.demand, self.request.fitted, self.request.slo, self.corrections)
-        return Candidate(layout=layout, knobs=knobs, estimate=found, score=self._score(layout, found.rate_req_s))
+        score = self._score(layout, found.rate_req_s)
+        return Candidate(layout=layout, knobs=knobs, deployment=deployment, estimate=found, score=score)
+
+    def _with_context(self, layout: Layout, knobs: Knobs) -> Deployment:
+        """The deployment with the model's whole context where a rank's KV holds it, else with the workload's longest
+        request: vLLM refuses to start on less KV than max_model_len. Raises InfeasibleError where neither fits."""
+        request = self.request
+        whole = make_deployment(request.model, request.gpu, layout, knobs, request.model_spec.max_model_len)
+        try:
+            check_memory(whole)
+            return whole
+        except InfeasibleError:
+            shorter = make_deployment(request.model, request.gpu, layout, knobs, self.demand.longest_tokens)
+            check_memory(shorter)
+            return shorter
 
     def _score(self, layout: Layout, rate_req_s: float) -> float:
         if rate_req_s <= 0:

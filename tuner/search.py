@@ -26,7 +26,6 @@ from rackplan.tuner.space import (
     SYNCS,
     WINDOWS,
     Knobs,
-    make_deployment,
 )
 from rackplan.tuner.worker import SearchTask, Workers
 
@@ -161,7 +160,7 @@ class Search:
             candidate = self.screening.candidate(*proposal)
             if candidate is None:
                 trial.set_constraint("feasible", 1.0)
-                self.study.tell(trial, -1e12 if self.request.per == "deployment" else 0.0)
+                self.study.tell(trial, self.request.score_of(0.0, self.request.gpus)[0])
                 self.screened += 1
             elif not self._worth(candidate):
                 self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
@@ -182,7 +181,7 @@ class Search:
             found = Trial(
                 number=len(self.trials),
                 candidate=candidate,
-                deployment=self._deployment(candidate),
+                deployment=candidate.deployment,
                 point=point,
                 score=score,
             )
@@ -214,13 +213,10 @@ class Search:
             return candidate.score >= WORTH_SIMULATING * best
         return candidate.score >= best / WORTH_SIMULATING  # both negative: GPUs, or what the target is missed by
 
-    def _deployment(self, candidate: Candidate) -> Deployment:
-        return make_deployment(self.request.model, self.request.gpu, candidate.layout, candidate.knobs, None)
-
     def _task(self, candidate: Candidate, bar: tuple[float, float] | None) -> SearchTask:
         e2e_s = candidate.estimate.e2e_s(self.demand)
         return SearchTask(
-            deployment=self._deployment(candidate),
+            deployment=candidate.deployment,
             start=self._start_load(candidate, e2e_s),
             options=horizon(e2e_s, self.request.seed),
             most_probes=PROBES,
