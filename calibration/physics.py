@@ -194,8 +194,8 @@ class PhysicalCost:
     def _weight_wait_ms(self, layers_ms: float) -> float:
         """Waiting for experts that lie in host memory, over the step.
 
-        Of each group of layers `num_in_group` load theirs over the host link, each no sooner than `prefetch_step` layers
-        ahead; a layer computes for its share of `layers_ms`, to which attention is not counted: the wait is an upper
+        Of each group of layers `num_in_group` load theirs over the host link, each no sooner than `prefetch_step`
+        layers ahead; a layer computes for its share of `layers_ms`, to which attention is not counted: the wait is an upper
         bound where attention is long."""
         m, offload = self.model, self.pool.offload
         layer_ms = layers_ms / m.layers

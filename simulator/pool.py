@@ -52,3 +52,10 @@ class PoolOfInstances:
         instance.load[r] += 1
         instance.load_tokens[r] += tokens
         return instance, r, tokens
+
+    def prime(self, turn: int, request: Request) -> None:
+        """Put the whole prompt of `request` into the prefix cache of the rank whose `turn` it is, at no cost."""
+        place = turn % len(self._places)
+        self._home[request.session] = place
+        i, r = self._places[place]
+        self.instances[i].prime(r, request)

@@ -182,14 +182,9 @@ class _Run:
         return self._result(warmup_ns)
 
     def _prime(self) -> None:
-        """Prefixes that are in the cache before time 0, where the router would have put them."""
-        for session, tokens in self.source.primed():
-            seen = Request(-1, 0, tokens, 0, session=session)
-            instance, rank, _ = self.entry.choose(seen)
-            instance.prime(rank, seen)
-        for instance in self.entry.instances:
-            instance.load[:] = 0
-            instance.load_tokens[:] = 0
+        """Prefixes that are in the cache before time 0, dealt to the ranks in turn."""
+        for i, (session, tokens) in enumerate(self.source.primed()):
+            self.entry.prime(i, Request(-1, 0, tokens, 0, session=session))
 
     def _arrive(self) -> Generator[simpy.Event, Any, None]:
         for request in self.source.arrivals():

@@ -29,11 +29,11 @@ FINALISTS = 3
 REPLICATIONS = 4
 EDGE_PROBES = 2
 MOST_CYCLE_S = 30.0
-EDGE_S, CONFIRMED_S = 40.0, 80.0
+EDGE_S, CONFIRMED_S = 25.0, 60.0
 """Time that is measured for the edge of a finalist, and for each replication of the answer: prompts whose prefix was
 evicted are rare and long, and a shorter time sees too few of them."""
 MOST_RETREATS = 6
-SWEEP = (0.1, 0.35, 0.7)
+SWEEP = (0.1, 0.5)
 """Shares of the operating load at which the answer's own curve is drawn."""
 
 

@@ -44,7 +44,7 @@ LAST_RESORT = 4
 LAST_RESORT_PROBES = 8
 FEW_REQUESTS = 10
 """An open loop has no lone request; its lightest load brings about so many in the measured time."""
-MOST_SIMULATED = 12
+MOST_SIMULATED = 10
 """Candidates that are simulated at most, pilots counted: what a minute on two cores allows."""
 Progress = Callable[[str, float], None]
 
