@@ -5,7 +5,6 @@ and steps in which nothing can change are advanced together: their times are com
 the run at the step it falls in. Coalesced and step-by-step runs are the same, request by request.
 """
 
-import heapq
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.accounting import GpuTime
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import PoolCost
+from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.prefix_cache import PrefixCache
 from rackplan.simulator.request import NS_PER_MS, Request
 from rackplan.simulator.scheduler import Rank, RankPlan, Sequence, plan_rank
@@ -69,15 +69,8 @@ class Instance:
         self.kv_loading = 0
         self.most_admitted = 0
         self.preemptions = 0
-        self._held = np.zeros(n)  # KV tokens of prompts in prefill or hand-over
-        self._decoding = np.zeros(n)
+        self._batch = DecodeBatch(self.ranks, model.kv_tokens, model.acceptance)
         self._prefilling = np.zeros(n)
-        self._context_base = np.zeros(n)  # context = base + growth x step, so that it needs no update per step
-        self._growth = np.zeros(n)
-        self._running = 0
-        self._step = 0
-        self._started = 0
-        self._finishes: list[tuple[int, int, Sequence]] = []
         self._busy_ranks: set[int] = set()  # ranks with waiting or partly prefilled requests
         self._blocked: dict[int, str] = {}
         self._ends: np.ndarray | None = None  # of the run of steps that an arrival may cut
@@ -100,7 +93,7 @@ class Instance:
 
     def release(self, seq: Sequence) -> None:
         """A hand-over is done: the prompt's KV on this prefill instance may be evicted from now on."""
-        self._held[seq.rank] -= seq.prompt_tokens
+        self._batch.held[seq.rank] -= seq.prompt_tokens
         self._store(seq, seq.prompt_tokens)
         self._leave(seq)
         if self.ranks[seq.rank].waiting and self._blocked.get(seq.rank) == "kv_full":
@@ -110,13 +103,13 @@ class Instance:
     def can_load(self, rank: int, tokens: int) -> bool:
         """Is there KV for a hand-over of `tokens`?"""
         done = 0 if self._ends is None else int(np.searchsorted(self._ends, self.env.now, side="right"))
-        return tokens <= self._room(rank, self._step + done + 1)
+        return tokens <= self._batch.room(rank, self._batch.step + done + 1)
 
     def hold(self, rank: int, tokens: int) -> None:
         """Allocate KV for a hand-over that starts."""
-        self._held[rank] += tokens
+        self._batch.held[rank] += tokens
         self.kv_loading += 1
-        if self._ends is not None and self._room(rank, self._step + len(self._ends)) < 0:
+        if self._ends is not None and self._batch.room(rank, self._batch.step + len(self._ends)) < 0:
             self._cut_run()
 
     def charge_host_ms(self, ms: float) -> None:
@@ -147,11 +140,11 @@ class Instance:
         while True:
             self._preempt_for_growth()
             plans = self._plan(int(self.env.now) - round(self._seen_ms * NS_PER_MS))
-            if not plans and not self._running:
+            if not plans and not self._batch.running:
                 self._lead_ms = self._seen_ms = 0.0
                 self._deliver(0)
                 plans = self._plan(int(self.env.now) + 1)  # nothing runs: all that is here is seen
-            if not plans and not self._running:
+            if not plans and not self._batch.running:
                 yield from self._wait_for_work()
                 continue
             times = self._time(plans)
@@ -249,7 +242,7 @@ class Instance:
                 self.pool,
                 now_ns=self.env.now,
                 visible_before_ns=visible_before_ns,
-                room_tokens=self._room(r, self._step + 1),
+                room_tokens=self._batch.room(r, self._batch.step + 1),
                 draft_tokens=self.model.acceptance.draft_tokens,
                 replay_tokens=self.model.replay_tokens,
             )
@@ -261,13 +254,13 @@ class Instance:
         return plans
 
     def _admit(self, r: int, plan: RankPlan) -> None:
-        self._held[r] += sum(seq.prompt_tokens for seq in plan.started)
+        self._batch.held[r] += sum(seq.prompt_tokens for seq in plan.started)
         self._prefilling[r] += len(plan.started)
         for seq in plan.loads:
-            self._held[r] -= seq.prompt_tokens
-            self._start_decode(seq, seq.request.output_tokens, seq.prompt_tokens)
+            self._batch.held[r] -= seq.prompt_tokens
+            self._batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)
         rank = self.ranks[r]
-        rank.cache.evict_to(int(self._room(r, self._step)))
+        rank.cache.evict_to(int(self._batch.room(r, self._batch.step)))
         if rank.only_decodes:
             self._busy_ranks.discard(r)
 
@@ -276,15 +269,10 @@ class Instance:
         unseen = any(not self._is_blocked(r, bool(self.ranks[r].loaded)) for r in self._busy_ranks)
         if plans or unseen or not self.model.coalesce or self._extra_host_ms:
             return 1
-        while self._finishes[0][2].finish_step != self._finishes[0][0]:  # preempted since
-            heapq.heappop(self._finishes)
-        ahead = min(self._finishes[0][0] - self._step, MOST_COALESCED_STEPS)
+        ahead = min(self._batch.steps_to_next_end(), MOST_COALESCED_STEPS)
         if every := self.model.rearrange_every_steps:
-            ahead = min(ahead, every - self._step % every)
-        room = self.model.kv_tokens - self._held - self._contexts()
-        if (room < self._growth * ahead).any():
-            ahead = int(np.floor(room / np.maximum(self._growth, 1e-12)).min())
-        return max(1, ahead)
+            ahead = min(ahead, every - self._batch.step % every)
+        return max(1, self._batch.steps_with_room(ahead))
 
     def _time(self, plans: dict[int, RankPlan]) -> StepTimes:
         n = len(self.ranks)
@@ -292,7 +280,7 @@ class Instance:
         chunks, admission_ms = 0, 0.0
         cost = self.model.cost
         every = self.model.rearrange_every_steps
-        if every and self._step and self._step % every == 0:
+        if every and self._batch.step and self._batch.step % every == 0:
             self._extra_host_ms += self.model.rearrange_ms
         for r, plan in plans.items():
             for seq, new in plan.chunks:
@@ -304,7 +292,7 @@ class Instance:
             self.most_admitted = max(self.most_admitted, len(admitted))
             admission_ms = max(admission_ms, sum(cost.admission_ms(s.prompt_tokens) for s in admitted))
         width = 1 + self.model.acceptance.draft_tokens
-        step_tokens = tokens + self._decoding * width
+        step_tokens = tokens + self._batch.requests * width
         if n > 1:  # a rank with nothing to run executes a dummy batch
             step_tokens[step_tokens == 0] = width
         load = StepLoad(
@@ -312,12 +300,12 @@ class Instance:
             prefill_pairs=pairs,
             prefill_context=cached,
             prefill_chunks=chunks,
-            decode_requests=self._decoding,
-            decode_context=self._contexts(),
-            context_growth=self._growth,
+            decode_requests=self._batch.requests,
+            decode_context=self._batch.contexts(),
+            context_growth=self._batch.growth,
             tokens=step_tokens,
             admission_ms=admission_ms + self._extra_host_ms,
-            requests=int((self._decoding + self._prefilling).max()),
+            requests=int((self._batch.requests + self._prefilling).max()),
         )
         steps = self._steps_ahead(plans)
         self._extra_host_ms = 0.0
@@ -340,31 +328,27 @@ class Instance:
         self._idle_since = self.env.now
 
     def _book(self, plans: dict[int, RankPlan], times: StepTimes, wall_ns: np.ndarray) -> None:
-        idle = (self._decoding + self._prefilling) == 0
+        idle = (self._batch.requests + self._prefilling) == 0
         idle_ranks = int(idle.sum())
         cause = "dp_imbalance"
         if idle_ranks and self._blocked:
             reasons = {why for r, why in self._blocked.items() if idle[r]}
             cause = next((c for c in ("admission_cap", "kv_full") if c in reasons), cause)
         self.time.book_steps(times, wall_ns, idle_ranks / len(idle), cause)
-        sequences = self._running - sum(len(plan.loads) for plan in plans.values())
+        sequences = self._batch.running - sum(len(plan.loads) for plan in plans.values())
         if sequences:
             self.token_gaps.append((len(wall_ns), sequences, wall_ns))
 
     def _commit(self, plans: dict[int, RankPlan], steps: int) -> None:
-        self._step += steps
+        self._batch.step += steps
         for plan in plans.values():
             for seq, new in plan.chunks:
                 seq.computed_tokens += new
                 if seq.computed_tokens >= seq.prompt_tokens:
                     self._prefilled(seq)
             self._outputs += [(seq, False) for seq in plan.loads]
-        while self._finishes and self._finishes[0][0] <= self._step:
-            seq = heapq.heappop(self._finishes)[2]
-            if seq.finish_step == self._step:
-                seq.finish_step = -1
-                tokens = self._stop_decode(seq)
-                self._end(seq, round(tokens))
+        while (ended := self._batch.pop_ended()) is not None:
+            self._end(ended, round(self._batch.stop(ended)))
 
     def _prefilled(self, seq: Sequence) -> None:
         r = seq.rank
@@ -376,39 +360,13 @@ class Instance:
         if self.pool.role == "prefill":
             self._outputs.append((seq, True))
             return
-        self._held[r] -= seq.prompt_tokens
+        self._batch.held[r] -= seq.prompt_tokens
         self._outputs.append((seq, False))
         left = seq.request.output_tokens - seq.generated_tokens - 1
         if left > 0:
-            self._start_decode(seq, left, seq.prompt_tokens + 1)
+            self._batch.start(seq, left, seq.prompt_tokens + 1)
         else:
             self._end(seq, seq.prompt_tokens)
-
-    def _start_decode(self, seq: Sequence, tokens: int, context: int) -> None:
-        steps = self.model.acceptance.steps(seq.request.id, tokens)
-        r = seq.rank
-        seq.start_step, seq.finish_step = self._step, self._step + steps
-        seq.start_context, seq.growth = context, tokens / steps
-        seq.generated_tokens = seq.request.output_tokens - tokens
-        self.ranks[r].decoding[seq] = None
-        self._running += 1
-        self._decoding[r] += 1
-        self._growth[r] += seq.growth
-        self._context_base[r] += context - seq.growth * seq.start_step
-        self._started += 1
-        heapq.heappush(self._finishes, (seq.finish_step, self._started, seq))
-
-    def _stop_decode(self, seq: Sequence) -> float:
-        """Take `seq` out of the decoding batch; its context by now, tokens."""
-        r = seq.rank
-        del self.ranks[r].decoding[seq]
-        self._running -= 1
-        self._decoding[r] -= 1
-        self._growth[r] -= seq.growth
-        self._context_base[r] -= seq.start_context - seq.growth * seq.start_step
-        if not self._decoding[r]:  # no rounding residue
-            self._growth[r] = self._context_base[r] = 0.0
-        return seq.start_context + seq.growth * (self._step - seq.start_step)
 
     def _end(self, seq: Sequence, tokens: int) -> None:
         self._leave(seq)
@@ -424,28 +382,19 @@ class Instance:
         if self.pool.enable_prefix_caching:
             cache = self.ranks[seq.rank].cache
             cache.store(seq.request, tokens)
-            cache.evict_to(int(self._room(seq.rank, self._step)))
+            cache.evict_to(int(self._batch.room(seq.rank, self._batch.step)))
 
     def _preempt_for_growth(self) -> None:
         """No KV for the next tokens: the rank's last request gives its KV back and starts anew, first in line."""
-        short = self._contexts() + self._growth + self._held > self.model.kv_tokens
-        for r in map(int, np.flatnonzero(short)):
+        for r in self._batch.ranks_short_of_room():
             rank = self.ranks[r]
-            while rank.decoding and self._room(r, self._step + 1) < 0:
+            while rank.decoding and self._batch.room(r, self._batch.step + 1) < 0:
                 seq = next(reversed(rank.decoding))
-                seq.generated_tokens += round(seq.growth * (self._step - seq.start_step))
+                seq.generated_tokens += round(seq.growth * (self._batch.step - seq.start_step))
                 seq.prompt_tokens = seq.request.input_tokens + seq.generated_tokens
-                self._stop_decode(seq)
-                seq.computed_tokens, seq.finish_step, seq.kv_loaded = 0, -1, False
+                self._batch.stop(seq)
+                seq.computed_tokens, seq.kv_loaded = 0, False
                 seq.preemptions += 1
                 self.preemptions += 1
                 rank.waiting.appendleft(seq)
                 self._busy_ranks.add(r)
-
-    # -- context -------------------------------------------------------------------------------------------------
-    def _contexts(self) -> np.ndarray:
-        return self._context_base + self._growth * self._step
-
-    def _room(self, r: int, step: int) -> float:
-        """KV tokens of rank `r` that no request holds after `step` steps, if nothing else changes."""
-        return float(self.model.kv_tokens - self._held[r] - self._context_base[r] - self._growth[r] * step)
