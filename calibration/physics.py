@@ -141,6 +141,8 @@ class PhysicalCost:
         self._replay_layers = max(0, m.replay_layers - sum(f.full_layers for f in fixes_off))
         self._token_fix_ms = sum(f.per_token_ms for f in fixes_off)
         self._shared = lru_cache(maxsize=65536)(self._shared_time)
+        late = sum(1.0 / i for i in range(1, pool.dep + 1)) - 1.0  # expected extra of the latest of dep ranks
+        self._host_fixed_ms = c.host_step_ms + c.host_jitter_ms * late
 
     # -- each rank's own ------------------------------------------------------------------------------------------
     def attention_ms(
@@ -195,8 +197,8 @@ class PhysicalCost:
         """Waiting for experts that lie in host memory, over the step.
 
         Of each group of layers `num_in_group` load theirs over the host link, each no sooner than `prefetch_step`
-        layers ahead; a layer computes for its share of `layers_ms`, to which attention is not counted: the wait is an upper
-        bound where attention is long."""
+        layers ahead; a layer computes for its share of `layers_ms`, to which attention is not counted: the wait is an
+        upper bound where attention is long."""
         m, offload = self.model, self.pool.offload
         layer_ms = layers_ms / m.layers
         held = m.routed_experts * m.bytes_per_routed_expert / self.width
@@ -281,8 +283,7 @@ class PhysicalCost:
         return self.c.piecewise_floor_ms if prefill else 0.0
 
     def host_ms(self, widest_requests: int) -> float:
-        late = sum(1.0 / i for i in range(1, self.pool.dep + 1)) - 1.0  # expected extra of the latest of dep ranks
-        return self.c.host_step_ms + self.c.host_request_ms * widest_requests + self.c.host_jitter_ms * late
+        return self._host_fixed_ms + self.c.host_request_ms * widest_requests
 
     def admission_ms(self, prompt_tokens: int) -> float:
         return self.c.admission_fixed_ms + self.c.admission_token_ms * prompt_tokens

@@ -124,7 +124,7 @@ def whatif(
     workload: params.WhatifWorkload = None,
     concurrency: params.Concurrency = None,
     rate: params.Rate = None,
-    duration: params.Duration = "600s",  # type: ignore[assignment]
+    duration: params.Duration = "120s",  # type: ignore[assignment]
     calibration: params.Calibration = None,
     replications: params.Replications = 3,
     seed: params.Seed = 0,

@@ -70,7 +70,7 @@ class Instance:
         self.most_admitted = 0
         self.preemptions = 0
         self._batch = DecodeBatch(self.ranks, model.kv_tokens, model.acceptance)
-        self._prefilling = np.zeros(n)
+        self._prefilling, self._nothing = np.zeros(n), np.zeros(n)
         self._busy_ranks: set[int] = set()  # ranks with waiting or partly prefilled requests
         self._blocked: dict[int, str] = {}
         self._ends: np.ndarray | None = None  # of the run of steps that an arrival may cut
@@ -155,7 +155,9 @@ class Instance:
             steps = yield from self._pass(begins, ends)
             self._lead_ms = float(times.next_lead_ms[steps - 1])
             self._seen_ms = float(times.next_seen_ms[steps - 1])
-            self._book(plans, times.first(steps), wall_ns[:steps])
+            if steps < len(wall_ns):
+                times, wall_ns = times.first(steps), wall_ns[:steps]
+            self._book(plans, times, wall_ns)
             self._commit(plans, steps)
 
     def _deliver(self, delay_ns: int) -> None:
@@ -276,7 +278,8 @@ class Instance:
 
     def _time(self, plans: dict[int, RankPlan]) -> StepTimes:
         n = len(self.ranks)
-        tokens, pairs, cached = np.zeros(n), np.zeros(n), np.zeros(n)
+        # Most steps only decode: they share one row of zeros.
+        tokens, pairs, cached = np.zeros((3, n)) if plans else (self._nothing,) * 3
         chunks, admission_ms = 0, 0.0
         cost = self.model.cost
         every = self.model.rearrange_every_steps

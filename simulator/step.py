@@ -141,10 +141,12 @@ def time_steps(
     attention = cost.attention_ms(
         load.prefill_tokens, load.prefill_pairs, load.prefill_context, load.decode_requests, context
     )
-    widest = int(load.tokens.max())
-    prefill = int(load.prefill_tokens.sum())
-    shared = cost.shared_ms(widest, int(load.tokens.sum()), prefill, load.prefill_chunks, balancedness)
-    slowest = attention.max(axis=1)
+    # Reductions by their ufuncs: this is the hot path, and the methods' wrappers cost as much as small arrays do.
+    widest = int(np.maximum.reduce(load.tokens))
+    prefill = int(np.add.reduce(load.prefill_tokens)) if load.prefill_chunks else 0
+    shared = cost.shared_ms(widest, int(np.add.reduce(load.tokens)), prefill, load.prefill_chunks, balancedness)
+    slowest = np.maximum.reduce(attention, axis=1)
+    mean = np.add.reduce(attention, axis=1) / attention.shape[1]
     gpu = slowest + sum(shared)
     floor = cost.launch_floor_ms(widest, prefill > 0)
     host, sync = cost.host_ms(load.requests) + load.admission_ms, cost.dp_sync_ms()
@@ -159,6 +161,4 @@ def time_steps(
     launch = max(floor, host + sync) if async_scheduling else 0.0
     if own_worker and async_scheduling:
         seen, next_seen, launch = np.concatenate([[seen_ms], wall[:-1]]), wall, 0.0
-    return StepTimes(
-        wall, without_sync, lead, next_lead, seen, next_seen, launch, gpu, slowest, attention.mean(axis=1), shared
-    )
+    return StepTimes(wall, without_sync, lead, next_lead, seen, next_seen, launch, gpu, slowest, mean, shared)
