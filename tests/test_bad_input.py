@@ -201,7 +201,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_planning(refused, tmp
     [
         ("eplb: {enabled: true}", "eplb.enabled=true has no effect"),
         ("dp_sync: {algorithm: ring}", "dp_sync.algorithm=ring has no effect"),
-        ("eplb: {enabled: true, use_async: false}", "stalls of synchronous rearranging are not modelled"),
     ],
 )
 def test_what_the_simulation_does_not_see_is_a_warning(deployment, capsys, setting, says):

@@ -118,15 +118,8 @@ def _not_modelled(deployment: Deployment) -> list[str]:
     """What the deployment sets and the simulation does not see, or sees in part."""
     notes = []
     for pool in deployment.pools:
-        if pool.offload.group_size:
-            notes.append(
-                f"{pool.role}.offload: the HBM that it frees is counted, loading the weights back is not modelled; "
-                f"steps may be longer"
-            )
         if pool.tp > 1:
             notes.append(f"{pool.role}.tp={pool.tp}: attention is divided by it, its all-reduces are not modelled")
-    if not deployment.eplb.use_async:
-        notes.append("eplb.use_async=false: the stalls of synchronous rearranging are not modelled")
     if deployment.eplb.enabled and all(p.gpus_per_instance == 1 for p in deployment.pools):
         notes.append("eplb.enabled=true has no effect: no instance has a second GPU to balance with")
     if deployment.dp_sync != DpSync() and all(p.dep == 1 for p in deployment.pools):
