@@ -176,7 +176,8 @@ class _Run:
         if options.drain:
             env.run(until=self._all_done)
         else:
-            env.run(until=max(env.now + 1, round(options.duration_s * NS_PER_S)))
+            left_ns = max(1, round(options.duration_s * NS_PER_S) - env.now)
+            env.run(until=env.timeout(left_ns) | self._all_done)  # a trace may run out before
         for instance in self._instances():
             instance.stop_measuring()
         return self._result(warmup_ns)
@@ -280,7 +281,7 @@ class _Run:
     def _pool_runs(self) -> list[PoolRun]:
         runs = []
         for pool in self.deployment.pools:
-            mine = [i for i in self._instances() if i.pool == pool]
+            mine = [i for i in self._instances() if i.pool is pool]
             gpu_ns = {c: sum(i.time.ns[c] for i in mine) for c in mine[0].time.ns}
             idle = sum(gpu_ns[c] for c in ("idle", "transfer_wait", "kv_full"))
             total = sum(gpu_ns.values())

@@ -27,7 +27,9 @@ def _resource(found: Probe, tightest: str, slack: float) -> tuple[str, str]:
     tail = f" (of its GPU time: {costs})" if costs else ""
     if slack <= TIGHT and tightest == "p90_interactivity":
         role = decoding["role"]
-        return f"{role} step time", f"P90 interactivity is at its objective; more load makes {role} steps longer{tail}"
+        where = "at its objective; more load makes" if slack >= 1.0 else "short of its objective: so long are"
+        longer = " longer" if slack >= 1.0 else " at this load"
+        return f"{role} step time", f"P90 interactivity is {where} {role} steps{longer}{tail}"
     full = next((p for p in found.pools if p["gpu_time_share"]["kv_full"] > 0.02), None)
     if full:
         share = full["gpu_time_share"]["kv_full"]

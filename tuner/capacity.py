@@ -4,6 +4,7 @@ It knows means only: no queues, no bursts, no imbalance between ranks. `Correcti
 are learned from pilot simulations of the workload at hand. Whatever it ranks high is simulated.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -77,6 +78,12 @@ def estimate(
     return Estimate(rate_req_s=rates[least], by_role=rates, tpot_ms=tpot, ttft_ms=ttft, why=least)
 
 
+def least_ttft_ms(deployment: Deployment, calibration: Calibration) -> float:
+    """Front end and one step of one token: no request sees its first token sooner, whatever the load."""
+    pool = deployment.pools[0]
+    return calibration.frontend_ms + _step_ms(deployment, pool, Batch(chunks=1, new_tokens=1), calibration)
+
+
 def _prefill_s_per_request(deployment: Deployment, pool: Pool, demand: Demand, calibration: Calibration) -> float:
     """Rank-seconds that one prompt takes where all ranks run full steps of prompts."""
     new, cached = _prompt(deployment, demand)
@@ -137,11 +144,13 @@ def _stalls(
     if pool.role != "aggregated":
         return 0.0, 0.0
     new, cached = _prompt(deployment, demand)
-    tokens = min(pool.max_num_batched_tokens, new)
-    own = size * new / tokens / steps
-    if own >= 1.0:
+    per_step = size / steps  # prompts that come to a rank in a step, on average
+    if per_step * new > pool.max_num_batched_tokens:
         return None
-    longer = _step_ms(deployment, pool, Batch(chunks=1, new_tokens=round(tokens), cached_tokens=cached), calibration)
+    pieces = max(1.0, new / pool.max_num_batched_tokens)
+    own = 1.0 - math.exp(-per_step * pieces)
+    batch = Batch(chunks=1, new_tokens=max(1, round(per_step * new / own)), cached_tokens=cached)
+    longer = _step_ms(deployment, pool, batch, calibration)
     return 1.0 - (1.0 - own) ** pool.dep, max(0.0, longer - step_ms * PREFILL_OVERLAP)
 
 

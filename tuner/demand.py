@@ -32,6 +32,11 @@ class Demand:
     outputs: tuple[int, ...] = ()
 
     @property
+    def pauses(self) -> bool:
+        """Do units wait between requests? Those that never do all come at once at the start of a closed loop."""
+        return self.rate_req_s * self.played_e2e_s < 0.9
+
+    @property
     def total_tokens(self) -> float:
         return self.input_tokens + self.output_tokens
 

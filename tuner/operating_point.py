@@ -9,7 +9,10 @@ from rackplan.tuner.slo import Slo
 
 CLOSE_ENOUGH = 1.04
 """The bracket's ratio at which the search ends."""
-MOST_GROWTH = 2.5
+MOST_GROWTH, MOST_SHRINKAGE = 8.0, 2.5
+FAR = 1.5
+MOST_EXTRA_PROBES = 3
+"""A search that is still this many times better than the SLOs may take some probes more."""
 QUEUE_SHARE = 0.75
 """Of the P90 TTFT objective, what a lighter load aims at."""
 FLAT = 1.05
@@ -22,11 +25,12 @@ class OperatingPoint:
 
     best: Probe | None
     probes: tuple[Probe, ...]
+    slo: Slo
 
     @property
     def nearest(self) -> Probe:
-        """`best`, else the last probe, which the search made at the lightest load."""
-        return self.best or self.probes[-1]
+        """`best`, else the probe that comes closest to the SLOs."""
+        return self.best or max(self.probes, key=lambda p: min(self.slo.slack(p.metrics).values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ def find_operating_point(
     good: _End | None = None
     bad: _End | None = None
     load = max(least, start)
-    while len(probes) < most_probes:
+    budget = most_probes
+    while len(probes) < budget:
         found = simulate_at(load)
         probes.append(found)
         slack = _slack(found, slo)
@@ -65,6 +70,8 @@ def find_operating_point(
             good = _End(load, slack)
             if flat or give_up(found, slack):
                 break
+            if slack > FAR and bad is None and budget < most_probes + MOST_EXTRA_PROBES:
+                budget += 1  # the estimate that the search started from was far too low
         else:
             bad = _End(load, slack)
         following = _next_load(good, bad, found, slo)
@@ -74,13 +81,11 @@ def find_operating_point(
             break
     meeting = [p for p in probes if slo.meets(p.metrics)]
     best = max(meeting, key=lambda p: p.metrics["total_throughput_tok_s"], default=None)
-    return OperatingPoint(best=best, probes=tuple(probes))
+    return OperatingPoint(best=best, probes=tuple(probes), slo=slo)
 
 
 def _slack(found: Probe, slo: Slo) -> float:
-    if not found.metrics["requests"]["measured"]:
-        return 0.1
-    return min(slo.slack(found.metrics).values())
+    return max(0.1, min(slo.slack(found.metrics).values()))
 
 
 def _settled(load: float, good: _End | None, bad: _End | None) -> bool:
@@ -125,4 +130,4 @@ def lighter_load(load: float, found: Probe, slo: Slo) -> float:
         lighter = 0.93 * min(load, served)
     else:
         lighter = load - served * (metrics["ttft_ms"]["p90"] - QUEUE_SHARE * slo.p90_ttft_ms) / 1e3
-    return max(load / MOST_GROWTH, min(0.97 * load, lighter))
+    return max(load / MOST_SHRINKAGE, min(0.97 * load, lighter))

@@ -10,7 +10,7 @@ from rackplan.engine import InputError
 from rackplan.simulator.request import Load
 from rackplan.simulator.simulate import RunOptions
 from rackplan.tuner.binding import binding_of, warnings_of
-from rackplan.tuner.demand import load_of, play_demand
+from rackplan.tuner.demand import Demand, load_of, play_demand
 from rackplan.tuner.document import deployment_document, load_document, provenance_of
 from rackplan.tuner.economics import economics_of
 from rackplan.tuner.operating_point import lighter_load
@@ -52,21 +52,24 @@ def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
     report("screening layouts in closed form", 0.0)
     screening = Screening(request, demand)
     screened = screening.candidates()
-    if not screened:
-        return _nothing(request, screening)
+    if not screened:  # the best that can be is shown all the same, where there is memory for it
+        alone = screening.aggregated_anyway()
+        if alone is None:
+            return _nothing(request, screening)
+        screened = [alone]
     with Workers(request) as workers:
         search = Search(request, screening, workers)
         report("simulating pilots of the best layouts", 0.05)
         search.pilot(screened)
-        result = search.run(screening.candidates(), lambda text, share: report(text, 0.15 + 0.6 * share))
+        result = search.run(screening.candidates() or screened, lambda text, share: report(text, 0.15 + 0.6 * share))
         if not any(t.score for t in result.trials):
             report("no load meets the SLOs yet: trying from the lightest", 0.75)
             result = search.last_resort(result)
         report("confirming the best with replications", 0.8)
-        confirmed = _confirm(request, workers, _finalists(result))
+        confirmed = _confirm(request, demand, workers, _finalists(result))
         best = confirmed[0] if confirmed else _closest(result)
         report("drawing the answer's curve", 0.95)
-        sweep = _sweep(request, workers, best)
+        sweep = _sweep(request, demand, workers, best)
     return _document(request, screening, result, confirmed, best, sweep)
 
 
@@ -88,14 +91,14 @@ def _finalists(result: SearchResult) -> list[Trial]:
     return (first + rest)[:FINALISTS]
 
 
-def _confirm(request: PlanRequest, workers: Workers, finalists: list[Trial]) -> list[Probe]:
+def _confirm(request: PlanRequest, demand: Demand, workers: Workers, finalists: list[Trial]) -> list[Probe]:
     """Finalists at the highest load at which every replication meets the SLOs over a longer time, best first: down the
     ranking until one reaches the target."""
     tasks = [
         SearchTask(
             deployment=t.deployment,
             start=_amount(t.point.nearest.load),
-            options=_long_run(t.point.nearest, request.seed, EDGE_S),
+            options=_long_run(t.point.nearest, request.seed, demand, EDGE_S),
             most_probes=EDGE_PROBES,
             bar=None,
             to_the_edge=True,
@@ -106,16 +109,16 @@ def _confirm(request: PlanRequest, workers: Workers, finalists: list[Trial]) -> 
     edges.sort(key=lambda p: request.score(p.metrics), reverse=True)
     confirmed: list[Probe] = []
     for edge in edges:
-        if found := _replicate(request, workers, edge):
+        if found := _replicate(request, demand, workers, edge):
             confirmed.append(found)
             if request.achieved_tps(found.metrics) >= request.target_tps:
                 break
     return sorted(confirmed, key=lambda p: request.score(p.metrics), reverse=True)
 
 
-def _replicate(request: PlanRequest, workers: Workers, edge: Probe) -> Probe | None:
+def _replicate(request: PlanRequest, demand: Demand, workers: Workers, edge: Probe) -> Probe | None:
     """Replications with other seeds; the load gives way until all meet the SLOs. None if it would not."""
-    load, options = edge.load, _long_run(edge, request.seed, CONFIRMED_S)
+    load, options = edge.load, _long_run(edge, request.seed, demand, CONFIRMED_S)
     for _ in range(MOST_RETREATS):
         tasks = [
             RunTask(deployment=edge.deployment, load=load, options=replace(options, seed=request.seed + 1 + i))
@@ -134,10 +137,10 @@ def _amount(load: Load) -> float:
     return float(load.concurrency or load.rate_req_s or 1.0)
 
 
-def _long_run(found: Probe, seed: int, least_measured_s: float) -> RunOptions:
+def _long_run(found: Probe, seed: int, demand: Demand, least_measured_s: float) -> RunOptions:
     """Long enough for a closed loop's queue to settle, which takes a unit's whole cycle, think time included."""
     metrics = found.metrics
-    short = horizon(metrics["e2e_ms"]["p90"] / 1e3, seed)
+    short = horizon(metrics["e2e_ms"]["p90"] / 1e3, seed, demand)
     served = max(1e-9, metrics["request_throughput_req_s"])
     cycle_s = min(MOST_CYCLE_S, (found.load.concurrency or 0) / served)
     warmup = max(short.warmup_s, cycle_s)
@@ -149,9 +152,9 @@ def _closest(result: SearchResult) -> Probe:
     return result.trials[0].point.nearest
 
 
-def _sweep(request: PlanRequest, workers: Workers, best: Probe) -> list[Probe]:
+def _sweep(request: PlanRequest, demand: Demand, workers: Workers, best: Probe) -> list[Probe]:
     loads = [load_of(request.parsed_workload, s * _amount(best.load)) for s in SWEEP]
-    options = horizon(best.metrics["e2e_ms"]["p90"] / 1e3, request.seed)
+    options = horizon(best.metrics["e2e_ms"]["p90"] / 1e3, request.seed, demand)
     tasks = [RunTask(deployment=best.deployment, load=load, options=options) for load in loads]
     return [merge(t.deployment, t.load, [run]) for t, run in zip(tasks, workers.run(tasks), strict=True)]
 
@@ -216,7 +219,7 @@ def _why_not(request: PlanRequest, best: Probe, *, meets_slo: bool, achieved: fl
             got = f"{best.metrics['interactivity_tok_s_user']['p90']:.1f} tok/s/user"
             want = f"{request.p90_interactivity_tok_s_user:g} tok/s/user"
         return (
-            f"{name}: infeasible at any replica count: even at the lightest load tried "
+            f"{name}: infeasible at any replica count: even at the best of the loads tried "
             f"({_load_text(best)}) it is {got}, the objective is {want}"
         )
     name = "target_tps"
@@ -235,17 +238,10 @@ def _load_text(found: Probe) -> str:
 
 
 def _nothing(request: PlanRequest, screening: Screening) -> dict:
-    """Not one candidate is possible, even alone: say which constraint, and show that there is no deployment."""
-    if screening.refusals.get("p90_interactivity"):
-        reason = (
-            f"p90_interactivity: infeasible at any replica count: no deployment serves one request at "
-            f"{request.p90_interactivity_tok_s_user:g} tok/s/user"
-        )
-    else:
-        reason = f"memory: {screening.memory_refusal or 'no layout fits'}"
+    """Not one layout has memory: there is no deployment to show."""
     return {
         "feasible": False,
-        "reason": reason,
+        "reason": f"memory: {screening.memory_refusal or 'no layout fits'}",
         "target": {"tps": request.target_tps, "count": request.count, "per": request.per},
         "slo": _slo_document(request),
         "inputs": request.to_inputs(),
@@ -261,12 +257,13 @@ def _nothing(request: PlanRequest, screening: Screening) -> dict:
 
 def _runners_up(request: PlanRequest, result: SearchResult, confirmed: list[Probe], best: Probe) -> list[dict]:
     """The next best deployments, one a layout, the best aggregated one always among them, and why not they."""
-    chosen = best.deployment
+    layout_label = next((t.candidate.layout.label for t in result.trials if t.deployment == best.deployment), "")
     exact = {p.deployment: p for p in confirmed}
     shown: dict[str, dict] = {}
     aggregated: dict[str, dict] = {}
     for trial in result.trials:
-        if trial.deployment == chosen or trial.candidate.layout.label in shown:
+        label = trial.candidate.layout.label
+        if label == layout_label or label in shown:  # other knobs on the same layout tell little
             continue
         probe = exact.get(trial.deployment) or trial.point.nearest
         entry = {

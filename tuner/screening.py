@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from rackplan.engine import Deployment, InfeasibleError, InputError, check_memory
-from rackplan.tuner.capacity import Corrections, Estimate, estimate
+from rackplan.tuner.capacity import Corrections, Estimate, estimate, least_ttft_ms
 from rackplan.tuner.demand import Demand
 from rackplan.tuner.probe import Probe
 from rackplan.tuner.request import PlanRequest
@@ -49,8 +49,9 @@ class Screening:
         self.refusals: dict[str, int] = {}
         self.memory_refusal: str | None = None
 
-    def candidate(self, layout: Layout, knobs: Knobs) -> Candidate | None:
-        """The estimate of a layout with knobs; None, with the reason counted, where it cannot be."""
+    def candidate(self, layout: Layout, knobs: Knobs, *, judged: bool = True) -> Candidate | None:
+        """The estimate of a layout with knobs; None, with the reason counted, where it cannot be or, if `judged`, where
+        not even a request alone sees its first token in time."""
         model = self.request.model_spec
         knobs = simplified(layout, knobs, model)
         if not fits_together(layout, knobs, model):
@@ -64,6 +65,9 @@ class Screening:
             return None
         except InputError as e:
             self._refuse(str(e))
+            return None
+        if judged and least_ttft_ms(deployment, self.request.fitted) > self.request.p90_ttft_ms:
+            self._refuse("p90_ttft")
             return None
         found = estimate(deployment, self.demand, self.request.fitted, self.request.slo, self.corrections)
         score = self._score(layout, found.rate_req_s)
@@ -100,7 +104,7 @@ class Screening:
                 width = candidate.layout.prefill_dep
                 promised = candidate.estimate.by_role["prefill"] / self.corrections.share_of(width)
                 shares[width] = _sane(rate / found.utilization["prefill"] / promised)
-            else:
+            elif candidate.estimate.rate_req_s > 0:
                 aggregated = _sane(rate * self.corrections.aggregated_share / candidate.estimate.rate_req_s)
         tail = max(1.0, sum(tails) / len(tails)) if tails else self.corrections.tail
         self.corrections = Corrections(prefill_share=shares, tail=tail, aggregated_share=aggregated)
@@ -122,6 +126,12 @@ class Screening:
             if candidate and math.isfinite(candidate.score):
                 found.append(candidate)
         return sorted(found, key=lambda c: (-c.score, c.layout))
+
+    def aggregated_anyway(self) -> Candidate | None:
+        """An aggregated candidate that memory admits, whatever the closed form promises; None where there is none."""
+        knobs = replace(default_knobs(self.request.model_spec), chunk=8192, redundant=0)
+        layouts = aggregated_layouts(self.request.gpu_spec, self.request.gpus)
+        return next((c for layout in layouts if (c := self.candidate(layout, knobs, judged=False))), None)
 
     def _layouts(self, rates: dict[tuple[str, int], float]) -> list[Layout]:
         request = self.request

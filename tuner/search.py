@@ -12,7 +12,7 @@ import optuna
 
 from rackplan.engine import Deployment
 from rackplan.simulator.simulate import RunOptions
-from rackplan.tuner.demand import is_open_loop
+from rackplan.tuner.demand import Demand, is_open_loop
 from rackplan.tuner.operating_point import OperatingPoint
 from rackplan.tuner.request import PlanRequest
 from rackplan.tuner.screening import Candidate, Screening
@@ -43,7 +43,8 @@ LAST_RESORT = 4
 """Trials that are tried again from the lightest load where none met the SLOs, and the probes of each."""
 LAST_RESORT_PROBES = 8
 FEW_REQUESTS = 10
-"""An open loop has no lone request; its lightest load brings about so many in the measured time."""
+"""An open loop and sessions that pause have no lone request; their lightest load brings about so many in the time that
+is measured."""
 MOST_SIMULATED = 10
 """Candidates that are simulated at most, pilots counted: what a minute on two cores allows."""
 Progress = Callable[[str, float], None]
@@ -69,9 +70,10 @@ class SearchResult:
     layouts: list[Candidate]
 
 
-def horizon(e2e_s: float, seed: int) -> RunOptions:
-    """A short run: some lives of a request to warm up, and some to measure."""
-    warmup = max(14.0, 1.1 * e2e_s)
+def horizon(e2e_s: float, seed: int, demand: Demand) -> RunOptions:
+    """A short run: a life of a request to warm up, two where all clients start at once and their first requests queue
+    like none after them; and a life to measure."""
+    warmup = max(14.0, (1.1 if demand.pauses else 2.1) * e2e_s)
     measured = max(10.0, e2e_s)
     return RunOptions(duration_s=warmup + measured, warmup_s=warmup, seed=seed, drain=False)
 
@@ -102,7 +104,8 @@ class Search:
         for c in screened:
             best.setdefault(c.layout.prefill_dep if c.layout.disaggregated else 0, c)
         promising = [c for width, c in best.items() if width][:PILOT_WIDTHS]
-        self._simulate(promising + [c for width, c in best.items() if not width])
+        aggregated = best.get(0) or self.screening.aggregated_anyway()
+        self._simulate(promising + ([aggregated] if aggregated else []))
         self.screening.learn([(t.candidate, t.point.nearest) for t in self.trials])
 
     def run(self, screened: list[Candidate], progress: Progress) -> SearchResult:
@@ -141,7 +144,9 @@ class Search:
     def _lightest(self, trial: Trial) -> SearchTask:
         task = self._task(trial.candidate, None)
         measured_s = task.options.duration_s - task.options.warmup_s
-        start = FEW_REQUESTS / measured_s if is_open_loop(self.request.parsed_workload) else 1.0
+        start = FEW_REQUESTS / measured_s
+        if not is_open_loop(self.request.parsed_workload):  # clients alone, or so many sessions that pause
+            start = start / self.demand.rate_req_s if self.demand.pauses else 1.0
         return replace(task, start=start, most_probes=LAST_RESORT_PROBES, to_the_edge=True)
 
     def _slack(self, trial: Trial) -> float:
@@ -218,14 +223,14 @@ class Search:
         return SearchTask(
             deployment=candidate.deployment,
             start=self._start_load(candidate, e2e_s),
-            options=horizon(e2e_s, self.request.seed),
+            options=horizon(e2e_s, self.request.seed, self.demand),
             most_probes=PROBES,
             bar=bar,
         )
 
     def _start_load(self, candidate: Candidate, e2e_s: float) -> float:
         """The estimate's rate as a load: a rate, or the closed loop's units that make it."""
-        rate = candidate.estimate.rate_req_s
+        rate = candidate.estimate.rate_req_s or 1.0  # nothing promised: start where requests just come
         if is_open_loop(self.request.parsed_workload):
             return START_BELOW * rate
         # A unit's rate was played with requests of `played_e2e_s`; the rest of its cycle is its own.

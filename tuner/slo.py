@@ -16,6 +16,8 @@ class Slo:
 
     def slack(self, metrics: dict) -> dict[str, float]:
         """How many times better than the objective each metric is; below 1 it is broken."""
+        if not metrics["requests"]["measured"]:  # nothing ended: neither is met
+            return {"p90_interactivity": 0.0, "p90_ttft": 0.0}
         reached = metrics["interactivity_tok_s_user"]["p90"]
         ttft = metrics["ttft_ms"]["p90"]
         return {
@@ -26,4 +28,4 @@ class Slo:
 
     def meets(self, metrics: dict) -> bool:
         """Are both objectives met, by at least one measured request?"""
-        return min(self.slack(metrics).values()) >= 1.0 and metrics["requests"]["measured"] > 0
+        return min(self.slack(metrics).values()) >= 1.0

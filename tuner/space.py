@@ -162,12 +162,21 @@ def disaggregated_layouts(gpu: GpuSpec, most_gpus: int, rates: dict[tuple[str, i
             prefill, decode = rates.get(("prefill", p), 0.0), rates.get(("decode", d), 0.0)
             if not prefill or not decode:
                 continue
-            for decodes in range(1, most_gpus // d + 1):
+            for decodes in _counts(most_gpus // d):
                 balanced = decodes * decode / prefill
                 room = (most_gpus - decodes * d) // p
                 for prefills in {min(room, max(1, round(balanced * f))) for f in (0.8, 1.0, 1.25)}:
                     if prefills >= 1:
                         yield Layout(prefill_instances=prefills, prefill_dep=p, decode_instances=decodes, decode_dep=d)
+
+
+def _counts(most: int) -> list[int]:
+    """All counts up to 8, then in steps of an eighth: per GPU, larger multiples of a layout tell little new."""
+    counts, count = [], 1
+    while count <= most:
+        counts.append(count)
+        count += max(1, count // 8)
+    return counts
 
 
 def instances_for(rate_req_s: float, one_instance_req_s: float) -> int:
