@@ -104,3 +104,17 @@ def seat_warning(found: Probe) -> list[str]:
         f"{role}: {asked:.0f} requests at once, but max_num_seqs={pools[0].max_num_seqs} seats {seats} on {ranks} "
         f"ranks; the rest queue: raise {role}.max_num_seqs to {-(-round(asked) // ranks)}"
     ]
+
+
+def error_warning(request: PlanRequest, found: Probe) -> list[str]:
+    """Where the calibration's own error could break the interactivity objective that the simulation meets."""
+    error = request.fitted.file.errors["decode"].holdout_p90_pct / 100
+    reached = found.metrics["interactivity_tok_s_user"]["p90"]
+    wanted = request.p90_interactivity_tok_s_user
+    lowest = reached * (1 - error)
+    if not reached or lowest >= wanted or reached < wanted:
+        return []
+    return [
+        f"the calibration's decode steps are off by up to {error:.0%} (hold-out P90): P90 interactivity may be as low as "
+        f"{lowest:.0f} tok/s/user on the rack; to be safe plan with --p90-interactivity {wanted / (1 - error):.0f}"
+    ]

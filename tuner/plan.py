@@ -9,7 +9,7 @@ from rackplan import __version__
 from rackplan.engine import InputError
 from rackplan.simulator.request import Load
 from rackplan.simulator.simulate import RunOptions
-from rackplan.tuner.binding import binding_of, warnings_of
+from rackplan.tuner.binding import binding_of, error_warning, warnings_of
 from rackplan.tuner.demand import Demand, load_of, play_demand
 from rackplan.tuner.document import deployment_document, load_document, provenance_of
 from rackplan.tuner.economics import economics_of
@@ -186,7 +186,7 @@ def _document(
         "history": history_of(request, result.trials),
         "memory": best.memory,
         "economics": economics_of(best.metrics, request.gpu_spec),
-        "warnings": warnings_of(best),
+        "warnings": [*warnings_of(best), *error_warning(request, best)],
         "provenance": {
             **provenance_of(request.fitted.file, best, request.seed),
             "search": {
