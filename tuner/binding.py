@@ -115,6 +115,6 @@ def error_warning(request: PlanRequest, found: Probe) -> list[str]:
     if not reached or lowest >= wanted or reached < wanted:
         return []
     return [
-        f"the calibration's decode steps are off by up to {error:.0%} (hold-out P90): P90 interactivity may be as low as "
-        f"{lowest:.0f} tok/s/user on the rack; to be safe plan with --p90-interactivity {wanted / (1 - error):.0f}"
+        f"the calibration's decode steps are off by up to {error:.0%} (hold-out P90): P90 interactivity may be as low "
+        f"as {lowest:.0f} tok/s/user on the rack; to be safe plan with --p90-interactivity {wanted / (1 - error):.0f}"
     ]
