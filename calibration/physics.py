@@ -181,11 +181,14 @@ class PhysicalCost:
         prefill_share = prefill_tokens / total if total else 0.0
         dense_ms = c.step_fixed_ms + self._dense_ms(padded, prefill_share)
         dense_ms += c.prefill_chunk_ms * prefill_chunks / self.pool.dep
+        latency_ms, volume_ms = self._communication_ms(padded, prefill_share, narrow_share)
+        # All-to-all brings the hottest GPU its tokens' activations too; all-gather brings every GPU the same.
+        crowding_ms = volume_ms * (1 / balancedness - 1) if c.all_to_all else 0.0
         target = SharedTime(
             dense=dense_ms,
             moe=full_ms + thin_ms,
-            ep_imbalance=full_excess + thin_excess,
-            communication=self._communication_ms(padded, prefill_share, narrow_share),
+            ep_imbalance=full_excess + thin_excess + crowding_ms,
+            communication=latency_ms + volume_ms,
             draft=0.0,
         )
         return target._replace(
@@ -244,11 +247,12 @@ class PhysicalCost:
         even = self._roofline(read_ms, flop_ms)
         return even, self._roofline(read_ms, flop_ms / balancedness) - even
 
-    def _communication_ms(self, tokens: int, prefill_share: float, narrow_share: float) -> float:
-        """Dispatch and combine of every MoE layer. All-gather + reduce-scatter moves every rank's tokens to every GPU;
-        all-to-all moves each token once to every GPU that holds one of its experts, under even routing."""
+    def _communication_ms(self, tokens: int, prefill_share: float, narrow_share: float) -> tuple[float, float]:
+        """(latency, time of the bytes) of dispatch and combine of every MoE layer, under even routing. All-gather +
+        reduce-scatter moves every rank's tokens to every GPU; all-to-all moves each token once to every GPU that holds
+        one of its experts."""
         if self.width == 1:
-            return 0.0
+            return 0.0, 0.0
         m, c = self.model, self.c
         copies = float(self.width - 1)
         if c.all_to_all:
@@ -256,7 +260,8 @@ class PhysicalCost:
         layers = m.moe_layers * (1 - prefill_share * narrow_share)
         volume = tokens * copies * m.hidden * (c.dispatch_bytes + c.combine_bytes) * layers
         link_bytes_ms = self.gpu.nvlink_gb_s / 2 * 1e6  # one direction
-        return c.comm_fixed_ms + c.comm_rank_ms * math.log2(self.width) + volume / (link_bytes_ms * c.link_efficiency)
+        latency = c.comm_fixed_ms + c.comm_rank_ms * math.log2(self.width)
+        return latency, volume / (link_bytes_ms * c.link_efficiency)
 
     def _draft_ms(self, widest: int, total: int) -> float:
         """The draft's experts are read once a step; its other work is a constant and a part per token."""
