@@ -112,6 +112,11 @@ class TraceWorkload:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
 
+    @property
+    def hashed(self) -> bool:
+        """Do the requests state the blocks of their prompts?"""
+        return self.rows[0].hash_ids is not None
+
     def source(self, load: Load, duration_s: float, streams: Streams) -> Source:
         """As recorded; with a rate, time stretched to that mean; with a concurrency, a closed loop in recorded order.
 

@@ -113,7 +113,7 @@ class _Run:
         self.limit_tokens = min([deployment.context_limit, *(m.kv_tokens for m in memory)])
         drafts = deployment.speculation.draft_tokens
         acceptance = Acceptance(drafts, deployment.model_spec.acceptance_length(drafts), streams)
-        hashed = getattr(workload, "hashed", False)
+        hashed = getattr(workload, "hashed", False)  # do its requests state their blocks?
         router = make_router(deployment.router.policy)
         models = [self._models(calibration, pool, plan, acceptance, hashed) for pool, plan in _zip(deployment, memory)]
         flat = [m for group in models for m in group]

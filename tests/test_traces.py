@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from models import FakeCalibration, aggregated
 
 from rackplan.engine import InputError
 from rackplan.simulator.arrivals import TraceWorkload
+from rackplan.simulator.prefix_cache import BlockCache
 from rackplan.simulator.request import NS_PER_S, Load, Request
 from rackplan.simulator.sessions import SessionWorkload
+from rackplan.simulator.simulate import RunOptions, simulate
 from rackplan.simulator.streams import Streams
 from rackplan.simulator.traces import read_trace
 from rackplan.simulator.workloads import parse_workload
@@ -217,3 +220,24 @@ def test_recorded_mooncake_and_azure_traces_are_read_whole() -> None:
     times_s = np.array([r.arrival_ns for r in replay(azure, Load(rate_req_s=10))]) / NS_PER_S
     assert (len(times_s) - 1) / times_s[-1] == pytest.approx(10)
     assert (np.diff(times_s) >= 0).all()
+
+
+def test_mooncake_hits_are_those_that_its_authors_count() -> None:
+    """37.4 % of the input, with a cache that never evicts."""
+    workload, cache = trace_of(recorded("mooncake_conversation.jsonl.gz")), BlockCache()
+    assert workload.hashed
+    hits = inputs = 0
+    for request in replay(workload):
+        hits += cache.match(request)
+        inputs += request.input_tokens
+        cache.take(request)
+        cache.store(request, request.input_tokens)
+    assert hits / inputs == pytest.approx(0.374, abs=0.0005)
+
+
+def test_a_trace_with_hashes_hits_in_the_simulator(tmp_path: Path) -> None:
+    line = {"input_length": 2048, "output_length": 5, "hash_ids": [1, 2, 3, 4]}
+    lines = [line | {"timestamp": 60_000 * i} for i in range(2)]
+    workload = trace_of(write(tmp_path, "".join(json.dumps(line) + "\n" for line in lines)))
+    result = simulate(aggregated(), workload, Load(), FakeCalibration(), RunOptions(duration_s=1000))
+    assert result.cached_tokens.tolist() == [0, 2032]  # never the last token, whole blocks of 16
