@@ -18,8 +18,9 @@ import numpy as np
 from rackplan.calibration.figures import Predictor
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.published import MODEL, REPLAY_CHUNK_TOKENS, REPLAY_FIXES_OFF
-from rackplan.engine import Deployment, parse_deployment
+from rackplan.engine import Deployment, InputError, parse_deployment
 from rackplan.simulator.agentx import AGENTX
+from rackplan.simulator.arrivals import TraceWorkload
 from rackplan.simulator.metrics import metrics_of
 from rackplan.simulator.request import NS_PER_S, Load, Request, Source, Workload
 from rackplan.simulator.simulate import RunOptions, SimResult, simulate
@@ -187,13 +188,24 @@ _METRICS: dict[str, tuple[str, str, Callable[[dict[str, Any]], float]]] = {
 def replay_served(path: Path, deployment: Deployment, calibration: FittedCalibration) -> list[ServedMetric]:
     """Replay a `vllm bench serve --save-detailed` result, plain or gzip, as recorded, cached prefixes included.
 
-    Raises InputError where the file cannot be read or the deployment is not the calibration's.
+    Numbers that the client was not asked for are left out. Raises InputError where the file cannot be read, is of
+    another kind or has none of the numbers, or where the deployment is not the calibration's.
     """
-    result = simulate(deployment, read_trace(path), Load(), calibration, RunOptions(duration_s=float("inf")))
+    trace = read_trace(path)
+    if not isinstance(trace, TraceWorkload):
+        raise InputError(f"{path}: not a result of `vllm bench serve --save-detailed`; give its JSON")
+    result = simulate(deployment, trace, Load(), calibration, RunOptions(duration_s=float("inf")))
     predicted = metrics_of(result)
     data = path.read_bytes()
-    measured = json.loads(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
-    return [
+    try:
+        measured = json.loads(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
+    except ValueError:  # another kind of trace, of many lines
+        measured = {}
+    found = [
         ServedMetric(name=name, unit=unit, measured=float(measured[key]), predicted=float(of(predicted)))
         for name, (unit, key, of) in _METRICS.items()
+        if isinstance(measured, dict) and isinstance(measured.get(key), int | float)
     ]
+    if not found:
+        raise InputError(f"{path}: has none of {', '.join(k for _, k, _ in _METRICS.values())}; give a serving result")
+    return found

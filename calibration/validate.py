@@ -1,5 +1,6 @@
 """Fit and check errors of a calibration, row by row: what it was fitted to, and what it was not shown."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rackplan.calibration.figures import Predictor, figures, fit_value
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.published import ALL_FIXES, EPLB_REDUNDANT, Setting, gain_pct, terms_ms
+from rackplan.calibration.replay import replay_served
 from rackplan.engine import Deployment
 from rackplan.simulator.step import step_wall_ms
 
@@ -175,6 +177,20 @@ def _v3_slice_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     what = f"{figure.what} ({h200_v3.F66_ASSUMPTION})"
     tok_s = h200_v3.decode_ep32_tok_s(calibration)
     return [*rows, _row("F66", what, figure.unit, figure.value, tok_s, "check")]
+
+
+def validate_against(name: str, files: Sequence[Path], deployment: Deployment) -> dict[str, Any]:
+    """`validate`'s document for serving results of one's own: each file replayed on `deployment` and compared.
+
+    `files`: JSON of `vllm bench serve --save-detailed`. Raises InputError as `replay_served` does.
+    """
+    calibration = load_calibration(name)
+    rows = [
+        _row(f"{path.name.removesuffix('.gz').removesuffix('.json')}", m.name, m.unit, m.measured, m.predicted, "check")
+        for path in files
+        for m in replay_served(path, deployment, calibration)
+    ]
+    return {"name": name, "rows": rows, "summary": _summary(rows)}
 
 
 def _fit_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:

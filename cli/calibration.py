@@ -5,6 +5,7 @@ from typing import Any
 import typer
 
 from rackplan.cli import options, output, params
+from rackplan.engine import InputError, load_deployment
 
 calibration_app = typer.Typer(
     help="The measurements behind the predictions, and how far off they are.", **params.TYPER_SETTINGS
@@ -28,11 +29,24 @@ def show(name: params.CalibrationName, json: params.Json = False) -> None:
 
 
 @calibration_app.command()
-def validate(name: params.CalibrationName, json: params.Json = False) -> None:
+def validate(
+    name: params.CalibrationName,
+    against: params.Against = None,
+    deployment: params.Served = None,
+    json: params.Json = False,
+) -> None:
     """Measured against predicted, row by row; `check` rows took no part in the fit."""
+    if bool(against) != bool(deployment):
+        given, missing = ("--against", "--deployment") if against else ("--deployment", "--against")
+        raise InputError(f"{given}: has no effect without {missing}; give both or neither")
     from rackplan.calibration.validate import validate as validate_one
+    from rackplan.calibration.validate import validate_against
 
-    _print(validate_one(name), json, "show_validation")
+    if against and deployment:
+        document = validate_against(name, against, load_deployment(deployment))
+    else:
+        document = validate_one(name)
+    _print(document, json, "show_validation")
 
 
 @calibration_app.command()

@@ -77,6 +77,13 @@ Dep = Annotated[int, _whole("--dep", 1, "N", "Data-parallel ranks of the instanc
 Batch = Annotated[int, _whole("--batch", 1, "N", "Requests per rank.")]
 Context = Annotated[int, _whole("--context", 0, "N", "Tokens in the KV cache of each request.")]
 Drafts = Annotated[int, _whole("--drafts", 0, "K", "Draft tokens per request.")]
+Against = Annotated[
+    list[Path] | None,
+    typer.Option("--against", metavar="FILE", help="A serving result (vllm bench serve --save-detailed); repeatable."),
+]
+Served = Annotated[
+    Path | None, typer.Option("--deployment", metavar="DEPLOYMENT.yaml", help="What the --against runs ran on.")
+]
 New = Annotated[int | None, _whole("--new", 1, "N", "New prompt tokens of a chunk (prefill; 8192 unless given).")]
 
 TYPER_SETTINGS: dict[str, Any] = {

@@ -1,5 +1,8 @@
 """Replays: rank streams stay on their ranks, served runs come out as measured, the host's lead shows where it must."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +12,8 @@ from models import FakeCalibration, GivenRequests, LinearCost, aggregated, reque
 from rackplan.calibration import campaign, h200, replay
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.physics import experts_touched
-from rackplan.calibration.validate import HELD_OUT, held_out_pct, validate
+from rackplan.calibration.validate import HELD_OUT, held_out_pct, validate, validate_against
+from rackplan.engine import InputError, parse_deployment
 from rackplan.simulator.agentx import AGENTX
 from rackplan.simulator.metrics import gpu_time_share
 from rackplan.simulator.request import Load
@@ -121,3 +125,32 @@ def test_skewed_routing_touches_fewer_experts(tokens, sigma):
     skewed, even = experts_touched(tokens, 64, 6, sigma), experts_touched(tokens, 64, 6)
     assert 6 - 1e-9 <= skewed <= even + 1e-9
     assert experts_touched(1, 64, 6, sigma) == pytest.approx(6)
+
+
+def test_a_serving_result_of_ones_own_is_compared_metric_by_metric(tmp_path: Path) -> None:
+    deployment = parse_deployment(
+        {
+            "model": "deepseek-v2-lite",
+            "gpu": "h200",
+            "pools": [{"role": "aggregated", "instances": 1, "dep": 1, "max_num_seqs": 512}],
+        }
+    )
+    run = {
+        "start_times": [0.0, 1.0],
+        "input_lens": [512, 512],
+        "output_lens": [64, 64],
+        "errors": ["", ""],
+        "output_throughput": 100.0,
+        "mean_tpot_ms": 3.3,
+    }
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(run))
+    rows = validate_against("h200-v2-lite", [path], deployment)["rows"]
+    assert [(r["id"], r["what"], r["measured"]) for r in rows] == [
+        ("mine", "output throughput", 100.0),
+        ("mine", "mean TPOT", 3.3),
+    ]
+    assert abs(rows[1]["error_pct"]) < 10
+    path.write_text('{"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [1]}\n')
+    with pytest.raises(InputError, match="mine.json: has none of"):
+        validate_against("h200-v2-lite", [path], deployment)
