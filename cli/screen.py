@@ -161,16 +161,6 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _records(rows: Sequence[Document], title: str) -> Table:
-    keys = list(dict.fromkeys(k for row in rows for k in row))
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
-    for key in keys:
-        table.add_column(key.replace("_", " "), overflow="fold")
-    for row in rows:
-        table.add_row(*(wording.plain(row.get(k)) for k in keys))
-    return table
-
-
 def _warnings(document: Document, console: Console) -> None:
     for warning in document.get("warnings", ()):
         console.print(f"Warning: {warning}", style="yellow")

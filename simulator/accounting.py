@@ -11,7 +11,6 @@ class GpuTime:
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus
         self.ns = dict.fromkeys(CAUSES, 0.0)
-        self.busy_ns = 0
 
     def book_idle(self, cause: str, ns: int) -> None:
         """Book `ns` in which no step ran, on all GPUs, to `cause`."""
@@ -38,8 +37,3 @@ class GpuTime:
         for cause, ns in lost.items():
             self.ns[cause] += ns * self.gpus
         self.ns["compute"] += (total - sum(lost.values())) * self.gpus
-        self.busy_ns += int(total)
-
-    @property
-    def total_ns(self) -> float:
-        return sum(self.ns.values())

@@ -61,10 +61,6 @@ class Rank:
         self.decoding: dict[Sequence, None] = {}
 
     @property
-    def queued(self) -> bool:
-        return bool(self.loaded or self.waiting)
-
-    @property
     def only_decodes(self) -> bool:
         return not (self.loaded or self.waiting or self.partial)
 

@@ -5,7 +5,7 @@ arrival -> front end -> router -> aggregated instance -> end.
 """
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,6 @@ class SimResult:
     transfers: int = 0
     transfer_wait_ns: int = 0
     transfer_ns: int = 0
-    warnings: list[str] = field(default_factory=list)
 
 
 def simulate(
