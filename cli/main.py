@@ -88,7 +88,7 @@ def simulate(
     cv: params.Cv = None,
     duration: params.Duration = "600s",  # type: ignore[assignment]
     calibration: params.Calibration = None,
-    replications: params.Replications = 3,
+    replications: params.Replications = 1,
     seed: params.Seed = 0,
     json: params.Json = False,
 ) -> None:
@@ -126,7 +126,7 @@ def whatif(
     rate: params.Rate = None,
     duration: params.Duration = "120s",  # type: ignore[assignment]
     calibration: params.Calibration = None,
-    replications: params.Replications = 3,
+    replications: params.Replications = 1,
     seed: params.Seed = 0,
     json: params.Json = False,
 ) -> None:

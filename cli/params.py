@@ -67,7 +67,9 @@ Calibration = Annotated[
         help="Default: the one of this model and GPU.",
     ),
 ]
-Replications = Annotated[int, _whole("--replications", 1, "N", "Independent runs behind the 95 % intervals.", 1000)]
+Replications = Annotated[
+    int, _whole("--replications", 1, "N", "Independent runs behind the 95 % intervals; one takes batch means.", 1000)
+]
 Seed = Annotated[int, _whole("--seed", 0, "N", "The same seed gives the same answer to the byte.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
 

@@ -267,7 +267,9 @@ def _runners_up(rows: Sequence[Document], count: str, console: Console) -> None:
 
 
 def _provenance(provenance: Document, console: Console) -> None:
-    error = wording.flat(provenance.get("calibration_error"))
+    errors = provenance.get("calibration_error") or {}
+    phases = {k: e for k, e in errors.items() if k in ("prefill", "decode")}  # the others are their parts
+    error = wording.flat(phases or errors)
     console.print(f"Calibration {provenance['calibration']}" + (f"; its error: {error}" if error else ""))
     if provenance.get("in_range") is False:
         console.print("Part of this is outside the calibration's measured range: extrapolated", style="yellow")

@@ -14,16 +14,21 @@ from rackplan.simulator.simulate import SimResult
 from rackplan.simulator.step import CAUSES
 
 PERCENTILES = (50, 90, 99)
+BATCHES, BATCH_REQUESTS = 10, 20
+"""Parts of a run for batch means, and the requests that each needs."""
 CURVE_QUANTILES = (*np.linspace(0.02, 0.98, 25), 0.99, 0.999)
 
 
 class Measured:
     """The requests of a run that count, in ms. Arrays are (requests,); TPOT is of those with two tokens or more."""
 
-    def __init__(self, result: SimResult) -> None:
+    def __init__(self, result: SimResult, ends_ns: tuple[int, int] | None = None) -> None:
+        """`ends_ns`: of those that count, only the requests that end in [from, to)."""
         start, end = result.measured_from_ns, result.measured_to_ns
         # A drained run counts by arrival, so that slow requests are not left out; a cut one by end, as a meter would.
         keep = result.arrival_ns >= start if result.drained else result.finish_ns >= start
+        if ends_ns:
+            keep = keep & (result.finish_ns >= ends_ns[0]) & (result.finish_ns < ends_ns[1])
         arrival, first, finish = result.arrival_ns[keep], result.first_token_ns[keep], result.finish_ns[keep]
         self.input_tokens, self.cached_tokens = result.input_tokens[keep], result.cached_tokens[keep]
         self.output_tokens = result.output_tokens[keep]
@@ -35,15 +40,16 @@ class Measured:
         self.tpot_ms = (finish - first)[many] / 1e6 / (self.output_tokens[many] - 1)
         if result.drained and len(arrival):
             start, end = int(arrival.min()), int(finish.max())
+        self.from_ns, self.to_ns = start, end = ends_ns or (start, end)
         self.span_s = max(1, end - start) / 1e9
         gaps = [g for pool in result.pools for g in pool.token_gaps]
         self.itl_ms = np.concatenate([g[2] for g in gaps]) / 1e6 if gaps else np.zeros(0)
         self.itl_weight = np.repeat([g[1] for g in gaps], [g[0] for g in gaps]) if gaps else np.zeros(0)
 
 
-def metrics_of(result: SimResult) -> dict:
-    """The contract's `metrics` of one run."""
-    m = Measured(result)
+def metrics_of(result: SimResult, ends_ns: tuple[int, int] | None = None) -> dict:
+    """The contract's `metrics` of one run; with `ends_ns`, of its requests that end in [from, to)."""
+    m = Measured(result, ends_ns)
     gpus = result.deployment.gpus
     inputs, outputs, cached = int(m.input_tokens.sum()), int(m.output_tokens.sum()), int(m.cached_tokens.sum())
     return {
@@ -153,12 +159,38 @@ def combine(runs: list[dict]) -> tuple[dict, dict]:
     return means, _zip_numbers(runs, _interval)
 
 
+def batch_intervals(result: SimResult, metrics: dict) -> dict:
+    """95 % intervals of one run's `metrics` by batch means: its time in BATCHES parts, Student's t over their values.
+
+    Parts depend on one another where requests last longer than they do, so the intervals are then rather narrow. With
+    fewer than BATCH_REQUESTS requests a part the interval is the value itself: the run says nothing of its spread.
+    """
+    whole = Measured(result)
+    edges = np.linspace(whole.from_ns, whole.to_ns + 1, BATCHES + 1).astype(np.int64).tolist()
+    parts = [metrics_of(result, ends) for ends in zip(edges, edges[1:], strict=False)]
+    if min(p["requests"]["measured"] for p in parts) < BATCH_REQUESTS:
+        return _zip_numbers([metrics], _interval)
+    halves = _zip_numbers(parts, _half_width)
+
+    def around(value: dict, half: dict) -> dict:
+        return {
+            k: around(v, half[k]) if isinstance(v, dict) else [max(0.0, v - half[k]), v + half[k]]
+            for k, v in value.items()
+        }
+
+    fixed = {k: _zip_numbers([{k: metrics[k]}], _interval)[k] for k in ("gpus", "requests", "itl_ms")}
+    return around({k: v for k, v in metrics.items() if k not in fixed}, halves) | fixed
+
+
 def _interval(values: list[float]) -> list[float]:
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return [mean, mean]
-    half = float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
+    mean, half = float(np.mean(values)), _half_width(values)
     return [max(0.0, mean - half), mean + half]
+
+
+def _half_width(values: list[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
 def _zip_numbers(runs: list[dict], of: Callable[[list[float]], object]) -> dict:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disaggregated, requests
 
 from rackplan.engine import parse_deployment, plan_memory
-from rackplan.simulator.metrics import gpu_time_share, metrics_of
+from rackplan.simulator.metrics import batch_intervals, gpu_time_share, metrics_of
 from rackplan.simulator.request import Load, Request
 from rackplan.simulator.simulate import RunOptions, simulate
 
@@ -226,3 +226,21 @@ def test_a_synchronous_eplb_stops_all_ranks_and_an_asynchronous_one_does_not():
         ends[use_async] = run(deployment, requests([0.0], 100, 200)).finish_ns[0] / 1e6
     # 199 decode steps after one of prefill: three rearrangements of a second, each in place of a step.
     assert 2980 < ends[False] - ends[True] < 3000
+
+
+def test_batch_means_cover_what_other_seeds_say():
+    deployment = aggregated(max_num_seqs=64)
+
+    def one(seed):
+        arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / 20, 4000))
+        return run(deployment, requests(arrivals, 500, 50))
+
+    results = [one(seed) for seed in range(12)]
+    values = [metrics_of(r)["ttft_ms"]["mean"] for r in results]
+    covered = 0
+    for result in results:
+        low, high = batch_intervals(result, metrics_of(result))["ttft_ms"]["mean"]
+        covered += low <= np.mean(values) <= high
+    assert covered >= 9  # 95 % of 12, less what a dozen may miss by chance
+    short = run(deployment, requests([0.0, 1.0], 500, 50))
+    assert batch_intervals(short, metrics_of(short))["ttft_ms"]["mean"] == [metrics_of(short)["ttft_ms"]["mean"]] * 2

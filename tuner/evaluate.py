@@ -187,7 +187,7 @@ def _replicate(
     """One run a seed; the further ones in processes of their own where the first took long."""
     seeded = [replace(options, seed=options.seed + i) for i in range(replications)]
     began = time.monotonic()
-    runs = [run_once(deployment, workload, load, fitted, seeded[0])]
+    runs = [run_once(deployment, workload, load, fitted, seeded[0], alone=replications == 1)]
     rest = seeded[1:]
     if len(rest) > 1 and time.monotonic() - began > WORTH_PROCESSES_S:
         context = multiprocessing.get_context("spawn")

@@ -6,6 +6,7 @@ from typing import Any
 from rackplan.engine import Deployment
 from rackplan.simulator.cost import Calibration
 from rackplan.simulator.metrics import (
+    batch_intervals,
     combine,
     gpu_time_share,
     latency_curves,
@@ -19,7 +20,7 @@ from rackplan.simulator.simulate import RunOptions, simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Means over replications, and their 95 % intervals. `runs`: each replication's metrics; `memory`: per pool."""
+    """Means over replications and their 95 % intervals. `runs`: each replication's metrics; `memory`: per pool."""
 
     deployment: Deployment
     load: Load
@@ -34,12 +35,21 @@ class Probe:
 
 
 def run_once(
-    deployment: Deployment, workload: Workload, load: Load, calibration: Calibration, options: RunOptions
+    deployment: Deployment,
+    workload: Workload,
+    load: Load,
+    calibration: Calibration,
+    options: RunOptions,
+    *,
+    alone: bool = False,
 ) -> dict[str, Any]:
-    """One replication, as plain data. Raises what `simulate` raises."""
+    """One replication, as plain data; the only one (`alone`) has intervals of its own, from batch means. Raises what
+    `simulate` raises."""
     result = simulate(deployment, workload, load, calibration, options)
+    metrics = metrics_of(result)
     return {
-        "metrics": metrics_of(result),
+        "metrics": metrics,
+        "ci95": batch_intervals(result, metrics) if alone else None,
         "gpu_time_share": gpu_time_share(result),
         "pools": pool_reports(result),
         "latency_curves": latency_curves(result),
@@ -50,6 +60,7 @@ def run_once(
 def merge(deployment: Deployment, load: Load, runs: list[dict[str, Any]]) -> Probe:
     """Replications of one deployment at one load as one probe; the curves are the first's."""
     metrics, ci95 = combine([r["metrics"] for r in runs])
+    ci95 = runs[0]["ci95"] or ci95
     pools = [_mean_report([r["pools"][i] for r in runs]) for i in range(len(deployment.pools))]
     return Probe(
         deployment=deployment,
@@ -76,7 +87,8 @@ def probe(
 ) -> Probe:
     """Simulate with seeds options.seed, +1, …; raises what `simulate` raises."""
     seeded = [replace(options, seed=options.seed + i) for i in range(replications)]
-    return merge(deployment, load, [run_once(deployment, workload, load, calibration, o) for o in seeded])
+    alone = replications == 1
+    return merge(deployment, load, [run_once(deployment, workload, load, calibration, o, alone=alone) for o in seeded])
 
 
 def _mean_report(reports: list[dict]) -> dict:
