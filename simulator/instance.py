@@ -6,7 +6,7 @@ the run at the step it falls in. Coalesced and step-by-step runs are the same, r
 """
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,9 @@ from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.prefix_cache import PrefixCache
 from rackplan.simulator.request import NS_PER_MS, Request
 from rackplan.simulator.scheduler import Rank, RankPlan, Sequence, plan_rank
-from rackplan.simulator.step import StepLoad, StepTimes, time_steps
+from rackplan.simulator.step import StepTimes, time_steps
+from rackplan.simulator.step_load import load_of
+from rackplan.simulator.step_run import StepRun
 
 MOST_COALESCED_STEPS = 256
 
@@ -70,11 +72,10 @@ class Instance:
         self.most_admitted = 0
         self.preemptions = 0
         self._batch = DecodeBatch(self.ranks, model.kv_tokens, model.acceptance)
-        self._prefilling, self._nothing = np.zeros(n), np.zeros(n)
+        self._prefilling = np.zeros(n)
         self._busy_ranks: set[int] = set()  # ranks with waiting or partly prefilled requests
         self._blocked: dict[int, str] = {}
-        self._ends: np.ndarray | None = None  # of the run of steps that an arrival may cut
-        self._begins: np.ndarray | None = None  # when the host begins each of them: what comes before is in it
+        self._run: StepRun | None = None  # the run of steps under way, where an arrival may cut it
         self._lead_ms = 0.0  # how far the host is ahead of the GPU
         self._seen_ms = 0.0  # how long before the step's end the scheduler looks at its queue
         self._outputs: list[tuple[Sequence, bool]] = []  # first tokens and ends (True) of the last step
@@ -102,14 +103,14 @@ class Instance:
 
     def can_load(self, rank: int, tokens: int) -> bool:
         """Is there KV for a hand-over of `tokens`?"""
-        done = 0 if self._ends is None else int(np.searchsorted(self._ends, self.env.now, side="right"))
+        done = self._run.steps_done(self.env.now) if self._run else 0
         return tokens <= self._batch.room(rank, self._batch.step + done + 1)
 
     def hold(self, rank: int, tokens: int) -> None:
         """Allocate KV for a hand-over that starts."""
         self._batch.held[rank] += tokens
         self.kv_loading += 1
-        if self._ends is not None and self._batch.room(rank, self._batch.step + len(self._ends)) < 0:
+        if self._run and self._batch.room(rank, self._batch.step + len(self._run)) < 0:
             self._cut_run()
 
     def charge_host_ms(self, ms: float) -> None:
@@ -191,26 +192,25 @@ class Instance:
 
     def _pass(self, begins: np.ndarray, ends: np.ndarray) -> Generator[simpy.Event, Any, int]:
         """Let the steps pass; an arrival cuts them short. Returns how many were run."""
-        if len(ends) == 1:
+        self._run = run = StepRun(begins, ends) if len(ends) > 1 else None
+        if run is None:
             yield self.env.timeout(int(ends[0]) - self.env.now)
             return 1
-        self._begins, self._ends = begins, ends
         while True:
             try:
-                yield self.env.timeout(int(self._ends[-1]) - self.env.now)
+                yield self.env.timeout(run.end_ns - self.env.now)
             except simpy.Interrupt:  # the run is shorter by now
                 continue
-            steps = len(self._ends)
-            self._begins = self._ends = None
-            return steps
+            self._run = None
+            return len(run)
 
     def _stir(self, rank: int, kv_loaded: bool) -> None:
         """Something came to `rank`: wake up, or end the run of steps at the first boundary at which it can be seen."""
         if self._wake is not None:
             if not self._wake.triggered:
                 self._wake.succeed()
-        elif not self._is_blocked(rank, kv_loaded):
-            self._cut_before_next_begin()
+        elif self._run and not self._is_blocked(rank, kv_loaded) and self._run.end_before_next_begin(self.env.now):
+            self._process.interrupt()
 
     def _is_blocked(self, rank: int, kv_loaded: bool) -> bool:
         """Can a request that comes to `rank` not start before another ends? One that has its KV needs no more of it."""
@@ -219,17 +219,7 @@ class Instance:
 
     def _cut_run(self) -> None:
         """End the run of steps under way with the current step."""
-        if self._ends is not None:
-            self._keep(int(np.searchsorted(self._ends, self.env.now, side="right")) + 1)
-
-    def _cut_before_next_begin(self) -> None:
-        """End the run of steps under way before the first step that the host has not begun yet."""
-        if self._begins is not None:
-            self._keep(int(np.searchsorted(self._begins, self.env.now, side="right")))
-
-    def _keep(self, steps: int) -> None:
-        if self._ends is not None and steps < len(self._ends):
-            self._ends = self._ends[:steps]
+        if self._run and self._run.end_with_current(self.env.now):
             self._process.interrupt()
 
     # -- planning a step -----------------------------------------------------------------------------------------
@@ -277,47 +267,20 @@ class Instance:
         return max(1, self._batch.steps_with_room(ahead))
 
     def _time(self, plans: dict[int, RankPlan]) -> StepTimes:
-        n = len(self.ranks)
-        # Most steps only decode: they share one row of zeros.
-        tokens, pairs, cached = np.zeros((3, n)) if plans else (self._nothing,) * 3
-        chunks, admission_ms = 0, 0.0
-        cost = self.model.cost
-        every = self.model.rearrange_every_steps
+        model = self.model
+        every = model.rearrange_every_steps
         if every and self._batch.step and self._batch.step % every == 0:
-            self._extra_host_ms += self.model.rearrange_ms
-        for r, plan in plans.items():
-            for seq, new in plan.chunks:
-                tokens[r] += new
-                pairs[r] += new * (seq.computed_tokens + 0.5 * new)
-                cached[r] += seq.computed_tokens
-            chunks += len(plan.chunks)
-            admitted = plan.started + plan.loads
-            self.most_admitted = max(self.most_admitted, len(admitted))
-            admission_ms = max(admission_ms, sum(cost.admission_ms(s.prompt_tokens) for s in admitted))
-        width = 1 + self.model.acceptance.draft_tokens
-        step_tokens = tokens + self._batch.requests * width
-        if n > 1:  # a rank with nothing to run executes a dummy batch
-            step_tokens[step_tokens == 0] = width
-        load = StepLoad(
-            prefill_tokens=tokens,
-            prefill_pairs=pairs,
-            prefill_context=cached,
-            prefill_chunks=chunks,
-            decode_requests=self._batch.requests,
-            decode_context=self._batch.contexts(),
-            context_growth=self._batch.growth,
-            tokens=step_tokens,
-            admission_ms=admission_ms + self._extra_host_ms,
-            requests=int((self._batch.requests + self._prefilling).max()),
-        )
+            self._extra_host_ms += model.rearrange_ms
+        for plan in plans.values():
+            self.most_admitted = max(self.most_admitted, len(plan.admitted))
+        load = load_of(plans, self._batch, self._prefilling, 1 + model.acceptance.draft_tokens, model.cost)
         steps = self._steps_ahead(plans)
-        self._extra_host_ms = 0.0
-        balancedness = self.model.balancedness(float(step_tokens.sum()) / n)
+        extra, self._extra_host_ms = self._extra_host_ms, 0.0
         return time_steps(
-            cost,
-            load,
+            model.cost,
+            replace(load, admission_ms=load.admission_ms + extra) if extra else load,
             steps,
-            balancedness,
+            model.balancedness(float(np.add.reduce(load.tokens)) / len(self.ranks)),
             self.pool.async_scheduling,
             self._lead_ms,
             self._seen_ms,

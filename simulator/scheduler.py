@@ -46,6 +46,11 @@ class RankPlan:
     loads: list[Sequence] = field(default_factory=list)
     blocked_by: str | None = None
 
+    @property
+    def admitted(self) -> list[Sequence]:
+        """Requests that this step is the first of."""
+        return self.started + self.loads
+
 
 class Rank:
     """Queues and prefix cache of one data-parallel rank. `loaded`: requests whose KV came from a prefill instance;

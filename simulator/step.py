@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rackplan.simulator.cost import FloatArray, PoolCost, SharedTime
+from rackplan.simulator.step_load import StepLoad
 
 CAUSES = (
     "compute",
@@ -18,25 +19,6 @@ CAUSES = (
     "idle",
 )
 """Where GPU time goes; the shares add up to 1. All but `compute` are lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLoad:
-    """What the ranks of an instance run in one step. Arrays are (ranks,); tokens count drafts.
-
-    `decode_context` is at the first step of a run of steps, and grows by `context_growth` each step.
-    """
-
-    prefill_tokens: FloatArray
-    prefill_pairs: FloatArray
-    prefill_context: FloatArray
-    prefill_chunks: int
-    decode_requests: FloatArray
-    decode_context: FloatArray
-    context_growth: FloatArray
-    tokens: FloatArray
-    admission_ms: float
-    requests: int
 
 
 @dataclass(frozen=True, slots=True)
