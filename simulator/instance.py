@@ -149,11 +149,13 @@ class Instance:
                 yield from self._wait_for_work()
                 continue
             times = self._time(plans)
-            self._deliver(round(times.delivery_ms * NS_PER_MS))
             wall_ns = np.maximum(1, np.rint(times.wall_ms * NS_PER_MS)).astype(np.int64)
             ends = self.env.now + np.cumsum(wall_ns)
             begins = ends - wall_ns - np.rint(times.seen_ms * NS_PER_MS).astype(np.int64)
-            steps = yield from self._pass(begins, ends)
+            run = StepRun(begins, ends)
+            self._run = run if len(run) > 1 else None
+            self._deliver(round(times.delivery_ms * NS_PER_MS))  # may start hand-overs, which take KV from this run
+            steps = yield from self._pass(run)
             self._lead_ms = float(times.next_lead_ms[steps - 1])
             self._seen_ms = float(times.next_seen_ms[steps - 1])
             if steps < len(wall_ns):
@@ -190,12 +192,8 @@ class Instance:
         self._wake = None
         self._book_idle()
 
-    def _pass(self, begins: np.ndarray, ends: np.ndarray) -> Generator[simpy.Event, Any, int]:
-        """Let the steps pass; an arrival cuts them short. Returns how many were run."""
-        self._run = run = StepRun(begins, ends) if len(ends) > 1 else None
-        if run is None:
-            yield self.env.timeout(int(ends[0]) - self.env.now)
-            return 1
+    def _pass(self, run: StepRun) -> Generator[simpy.Event, Any, int]:
+        """Let the steps pass; what comes meanwhile may cut them short. Returns how many were run."""
         while True:
             try:
                 yield self.env.timeout(run.end_ns - self.env.now)
@@ -210,7 +208,7 @@ class Instance:
             if not self._wake.triggered:
                 self._wake.succeed()
         elif self._run and not self._is_blocked(rank, kv_loaded) and self._run.end_before_next_begin(self.env.now):
-            self._process.interrupt()
+            self._notice()
 
     def _is_blocked(self, rank: int, kv_loaded: bool) -> bool:
         """Can a request that comes to `rank` not start before another ends? One that has its KV needs no more of it."""
@@ -220,6 +218,11 @@ class Instance:
     def _cut_run(self) -> None:
         """End the run of steps under way with the current step."""
         if self._run and self._run.end_with_current(self.env.now):
+            self._notice()
+
+    def _notice(self) -> None:
+        """Have the process see that its run is shorter; while it is still handing on the last step's, it will."""
+        if self.env.active_process is not self._process:
             self._process.interrupt()
 
     # -- planning a step -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disaggregated, requests
 
@@ -88,6 +88,7 @@ def deployments(draw):
     return deployment
 
 
+@settings(max_examples=100)
 @given(deployments(), streams_of_requests())
 def test_laws_hold_on_random_deployments(deployment, reqs):
     calibration = FakeCalibration(LinearCost(host=0.8, sync=0.3, admission=0.2, floor=7.0), balance=0.8)
