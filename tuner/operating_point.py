@@ -125,7 +125,7 @@ def lighter_load(load: float, found: Probe, slo: Slo) -> float:
     metrics, slack = found.metrics, slo.slack(found.metrics)
     served = metrics["request_throughput_req_s"]
     if slack["p90_ttft"] >= 1.0:
-        lighter = load * max(0.5, slack["p90_interactivity"] ** 1.5)
+        lighter = load * max(0.5, slack["p90_interactivity"] ** 2.5)
     elif found.load.concurrency is None:
         lighter = 0.93 * min(load, served)
     else:
