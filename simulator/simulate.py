@@ -114,7 +114,8 @@ class _Run:
         acceptance = Acceptance(drafts, deployment.model_spec.acceptance_length(drafts), streams)
         hashed = getattr(workload, "hashed", False)  # do its requests state their blocks?
         router = make_router(deployment.router.policy)
-        models = [self._models(calibration, pool, plan, acceptance, hashed) for pool, plan in _zip(deployment, memory)]
+        plans = zip(deployment.pools, memory, strict=True)
+        models = [self._models(calibration, pool, plan, acceptance, hashed) for pool, plan in plans]
         flat = [m for group in models for m in group]
         entry = [m for m in flat if m.pool.role != "decode"]
         self.entry = PoolOfInstances(self.env, entry, router, self._prefilled, self._finished)
@@ -295,7 +296,3 @@ class _Run:
                 )
             )
         return runs
-
-
-def _zip(deployment: Deployment, memory: list[MemoryPlan]) -> list[tuple[Pool, MemoryPlan]]:
-    return list(zip(deployment.pools, memory, strict=True))

@@ -56,9 +56,12 @@ class Trial:
 
     number: int
     candidate: Candidate
-    deployment: Deployment
     point: OperatingPoint
     score: tuple[float, float] | None
+
+    @property
+    def deployment(self) -> Deployment:
+        return self.candidate.deployment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +137,7 @@ class Search:
         tasks = [self._lightest(t) for t in closest]
         again = []
         for trial, point in zip(closest, self.workers.search(tasks), strict=True):
-            score = self.request.score(point.best.metrics) if point.best else None
-            again.append(replace(trial, point=point, score=score))
+            again.append(replace(trial, point=point, score=self._score(point)))
         rest = [t for t in result.trials if t not in closest]
         by_closeness = sorted(again, key=lambda t: (t.score is None, -self._slack(t), t.number))
         best_first = sorted(by_closeness, key=lambda t: t.score or (-math.inf,), reverse=True)
@@ -182,16 +184,12 @@ class Search:
         bar = max((t.score for t in self.trials if t.score), default=None)
         points = self.workers.search([self._task(c, bar) for c in fresh.values()])
         for (key, candidate), point in zip(fresh.items(), points, strict=True):
-            score = self.request.score(point.best.metrics) if point.best else None
-            found = Trial(
-                number=len(self.trials),
-                candidate=candidate,
-                deployment=candidate.deployment,
-                point=point,
-                score=score,
-            )
+            found = Trial(number=len(self.trials), candidate=candidate, point=point, score=self._score(point))
             self._known[key] = found
             self.trials.append(found)
+
+    def _score(self, point: OperatingPoint) -> tuple[float, float] | None:
+        return self.request.score(point.best.metrics) if point.best else None
 
     def _tell(self, trial: optuna.Trial, found: Trial) -> None:
         trial.set_constraint("feasible", 0.0 if found.score else max(1e-6, 1.0 - self._slack(found)))
