@@ -48,7 +48,8 @@ def plan(
     """Find the deployment that meets a throughput target and the SLOs, and how sure that is."""
     options.one_of("--count", count, ("total", "output"))
     options.one_of("--per", per, ("gpu", "deployment"))
-    options.one_of("--model", model, MODELS)
+    if not Path(model).is_dir():
+        options.one_of("--model", model, MODELS, "a model's folder")
     options.one_of("--gpu", gpu, GPUS)
     from rackplan.cli import report, screen
     from rackplan.tuner.plan import PlanRequest, make_plan

@@ -100,11 +100,12 @@ def parse_name(option: str, example: str) -> Callable[[str], str]:
     return parse
 
 
-def one_of(option: str, text: str, allowed: Iterable[str]) -> str:
-    """`text` where it is allowed; else InputError with what is."""
+def one_of(option: str, text: str, allowed: Iterable[str], other: str | None = None) -> str:
+    """`text` where it is allowed; else InputError with what is. `other`: what could stand there besides the names."""
     names = list(allowed)
     if text not in names:
-        raise InputError(f"{option} {text}: unknown; one of {', '.join(names)}")
+        besides = f", or {other}" if other else ""
+        raise InputError(f"{option} {text}: unknown; one of {', '.join(names)}{besides}")
     return text
 
 

@@ -29,7 +29,7 @@ Count = Annotated[
     str, typer.Option("--count", metavar="total|output", help="What counts; total = cached + new input + output.")
 ]
 Per = Annotated[str, typer.Option("--per", metavar="gpu|deployment", help="What --target-tps is over.")]
-Model = Annotated[str, typer.Option("--model", metavar="MODEL", help="|".join(MODELS))]
+Model = Annotated[str, typer.Option("--model", metavar="MODEL", help="|".join(MODELS) + ", or a model's folder.")]
 Gpu = Annotated[str, typer.Option("--gpu", metavar="GPU", help="|".join(GPUS))]
 Gpus = Annotated[int, _whole("--gpus", 1, "N", "At most this many GPUs.", MOST_GPUS)]
 P90Interactivity = Annotated[
