@@ -92,7 +92,8 @@ class ModelSpec(_Spec):
 
 
 class GpuSpec(_Spec):
-    """One GPU. `host_gb_s`: its link to host memory, one direction."""
+    """One GPU. `host_gb_s`: its link to host memory, one direction. `eager`: vLLM has no CUDA graphs and no async
+    scheduling there."""
 
     name: str
     hbm_gb: float
@@ -103,6 +104,7 @@ class GpuSpec(_Spec):
     gpus_per_tray: int
     host_gb_s: float
     usd_per_gpu_hour: float
+    eager: bool = False
 
 
 @cache
