@@ -19,8 +19,8 @@ SLACK_S = 120.0
 
 
 class BenchLoad(BaseModel):
-    """Random prompts of `input_tokens`, answers of `output_tokens`, both within +- `spread` of that; Poisson arrivals at
-    `rate_req_s`, or `concurrency` requests in flight. Unlike seeds have unlike prompts, so none hits another's prefix.
+    """Random prompts of `input_tokens`, answers of `output_tokens`, both within +- `spread` of that; Poisson arrivals
+    at `rate_req_s`, or `concurrency` requests in flight. Unlike seeds have unlike prompts: none hits another's prefix.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,7 +81,8 @@ def run_bench(
             raise DeployError(f"load {load.name}: the client failed: {last_error(log)}")
         result = {k: v for k, v in json.loads(raw.read_text()).items() if k not in NOT_KEPT}
     if result.get("failed") or result.get("completed") != load.prompts:
-        raise DeployError(f"load {load.name}: {result.get('completed')} of {load.prompts} requests came back (see {log})")
+        came = result.get("completed")
+        raise DeployError(f"load {load.name}: {came} of {load.prompts} requests came back (see {log})")
     write_all({path: json.dumps(result) + "\n"})
     return result
 

@@ -38,8 +38,8 @@ MOST_FAILURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardRun:
-    """Which engine times the cases. `gpu`: by bench forward, else by the plug-in on `cores`; `ranks`: data-parallel, each
-    with the same batch; `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`: as the deployment has them."""
+    """Which engine times the cases. `gpu`: by bench forward, else by the plug-in; `ranks`: data-parallel, each with the
+    same batch; `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`: as the deployment has them."""
 
     python: str
     model: str

@@ -14,7 +14,7 @@ from rackplan.engine.deploy_state import Launch, Record
 from rackplan.engine.deployment import Deployment, Role
 from rackplan.engine.errors import InfeasibleError, InputError
 from rackplan.engine.files import write_all
-from rackplan.engine.machine import query_gpus, versions
+from rackplan.engine.machine import engine_release, query_gpus
 from rackplan.engine.memory import GIB, check_memory
 from rackplan.engine.router import Instance, RouterConfig
 from rackplan.engine.servers import processes_of
@@ -132,9 +132,8 @@ def preflight(launch: Launch, replaced: Record | None) -> None:
 
 
 def _check_engine(launch: Launch) -> None:
-    found = versions(launch.python)["vllm"]
-    if not found.startswith(f"{launch.engine_version}."):
-        raise InputError(f"--python {launch.python}: has vLLM {found}, the plan is for {launch.engine_version}")
+    if (found := engine_release(launch.python)) != launch.engine_version:
+        raise InputError(f"--python {launch.python}: has vLLM {found}, the deployment is for {launch.engine_version}")
 
 
 def _check_ports(launch: Launch, replaced: Record | None) -> None:

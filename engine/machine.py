@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 from rackplan.engine.errors import InputError
+from rackplan.engine.parser_table import EngineVersion
 
 WATCHED = ("VLLM_", "NCCL_", "UCX_", "CUDA_VISIBLE", "RACKPLAN_", "TORCH_SYMM", "NVSHMEM_", "DG_", "OMP_")
 PACKAGES = ("vllm", "torch", "triton", "nixl", "transformers")
@@ -30,6 +32,17 @@ def versions(python: str) -> dict[str, str]:
     if "vllm" not in found:
         raise InputError(f"--python {python}: has no vLLM; give the interpreter that it is installed for")
     return found
+
+
+def engine_release(python: str) -> EngineVersion:
+    """The release of vLLM in the environment of `python`, as 0.33. Raises InputError on one that is not known."""
+    found = versions(python)["vllm"]
+    release = ".".join(found.split(".")[:2])
+    known: tuple[EngineVersion, ...] = get_args(EngineVersion)
+    for version in known:
+        if version == release:
+            return version
+    raise InputError(f"--python {python}: has vLLM {found}; rackplan knows {' and '.join(known)}")
 
 
 def gpu_names() -> list[str]:

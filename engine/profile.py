@@ -10,6 +10,7 @@ from rackplan.engine.deploy_state import Launch
 from rackplan.engine.deployment import Deployment, parse_deployment
 from rackplan.engine.errors import InputError
 from rackplan.engine.memory import plan_memory
+from rackplan.engine.parser_table import EngineVersion
 from rackplan.engine.profile_cases import Limits, forward_cases
 
 FILE = "profile.json"
@@ -63,7 +64,7 @@ class ProfileRequest:
     gpu: str
     gpus: int
     python: str
-    engine_version: str
+    engine_version: EngineVersion
     budget_s: float
     port: int = 8000
     input_tokens: int = 2048
@@ -139,7 +140,8 @@ def read_profile(folder: Path) -> Profile:
     try:
         return Profile.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror}); give a folder that `rackplan profile` wrote") from None
+        mend = "give a folder that `rackplan profile` wrote"
+        raise InputError(f"{path}: cannot be read ({e.strerror}); {mend}") from None
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"

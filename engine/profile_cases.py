@@ -103,9 +103,8 @@ def powers_of_two(first: int, last: int) -> list[int]:
 
 def forward_cases(limits: Limits) -> list[ForwardCase]:
     """All cases, the most telling first: kinds in turn, within each the extremes first."""
-    kinds = [
-        [c for c in kind if limits.allow(c)] for kind in (_decodes(limits), _fresh(limits), _hits(limits), _mixed(limits))
-    ]
+    generated = (_decodes(limits), _fresh(limits), _hits(limits), _mixed(limits))
+    kinds = [[c for c in kind if limits.allow(c)] for kind in generated]
     in_turn = [c for group in zip_longest(*kinds) for c in group if c is not None]
     return list(dict.fromkeys(in_turn))
 

@@ -68,7 +68,7 @@ def _running(folder: Path, pool: Pool) -> Iterator[tuple[str, dict[str, Any]]]:
             name = f"{pool.role}-{instance}"
             files = sorted(folder.glob(f"config_{name}*.dp{rank}.json"))
             if not files:
-                raise DeployError(f"{name}: rank {rank} wrote no configuration into {folder}; is the plug-in installed?")
+                raise DeployError(f"{name}: rank {rank} wrote no configuration into {folder}: is the plug-in there?")
             yield f"{name} rank {rank}", json.loads(files[0].read_text(encoding="utf-8"))
 
 

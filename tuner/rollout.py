@@ -26,8 +26,8 @@ JUDGED = ("output throughput", "mean TPOT", "median TTFT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """The load that a new deployment is judged by. `tolerance_pct`: how far a judged metric may be worse than predicted;
-    better is never a reason to roll back."""
+    """The load that a new deployment is judged by. `tolerance_pct`: how far a judged metric may be worse than
+    predicted; better is never a reason to roll back."""
 
     input_tokens: int
     output_tokens: int
@@ -58,8 +58,8 @@ def make_canary(
     prompts: int,
     tolerance_pct: float,
 ) -> Canary:
-    """The canary of a plan's load. Raises InputError where the client cannot send that workload or has no load, or where
-    a request is longer than the deployment takes."""
+    """The canary of a plan's load. Raises InputError where the client cannot send that workload or has no load, or
+    where a request is longer than the deployment takes."""
     if workload is None:
         raise InputError("--workload: the deployment states none; give fixed:ISL/OSL, or --no-canary")
     parsed = parse_workload(workload)
