@@ -9,9 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rackplan.engine.deploy_state import Launch
 from rackplan.engine.deployment import Deployment, parse_deployment
 from rackplan.engine.errors import InputError
+from rackplan.engine.flags import dp_sync_algorithm
 from rackplan.engine.memory import plan_memory
 from rackplan.engine.parser_table import EngineVersion
+from rackplan.engine.placement import Device
 from rackplan.engine.profile_cases import Limits, forward_cases
+from rackplan.engine.specs import gpu_spec
 
 FILE = "profile.json"
 LOAD_SHARES = (0.35, 0.7)
@@ -84,7 +87,14 @@ class ProfileRequest:
         }
         filled = [{"instances": 1, **sizes, **pool} for pool in pools]
         data = {"model": self.model, "gpu": self.gpu, "max_model_len": self.max_model_len, "pools": filled, **parts}
+        if any(p["dep"] > 1 for p in filled):
+            data["dp_sync"] = {"algorithm": dp_sync_algorithm(self.device, self.engine_version)}
         return parse_deployment(data)
+
+    @property
+    def device(self) -> Device:
+        """What vLLM runs on."""
+        return "cpu" if gpu_spec(self.gpu).eager else "cuda"
 
     def ranks(self) -> list[int]:
         """Instance widths to profile, those that divide the experts."""
@@ -119,7 +129,7 @@ class ProfileRequest:
         """`deployment` on this machine, steps logged."""
         return Launch(
             deployment=deployment,
-            device="cpu" if deployment.gpu_spec.eager else "cuda",
+            device=self.device,
             engine_version=self.engine_version,
             model=deployment.model_spec.checkpoint or self.model,
             python=self.python,
