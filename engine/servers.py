@@ -22,7 +22,7 @@ KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
 """Without it vLLM, which renames its processes, would write over their environment, and with it the mark."""
 GRACE_S = 20.0
 """How long a server has to end its requests and its workers; vLLM takes 2 to 10 s."""
-POLL_S = 0.25
+POLL_S = 0.1
 ERROR_LINES = 3
 
 Report = Callable[[str], None]
@@ -96,12 +96,15 @@ def stop(mark: str, grace_s: float = GRACE_S) -> int:
     Raises DeployError where one outlives being killed.
     """
     first = processes_of(mark)
-    for process in _leaders(first):
-        _send(process, signal.SIGTERM)
+    asked: set[psutil.Process] = set()
     deadline = time.monotonic() + grace_s
     while (left := processes_of(mark)) and time.monotonic() < deadline:
-        _reap()
+        # Leaders end their own workers; workers whose leader is gone lead themselves and are asked in their turn.
+        for process in set(_leaders(left)) - asked:
+            _send(process, signal.SIGTERM)
+            asked.add(process)
         time.sleep(POLL_S)
+        _reap()
     for process in left:
         _send(process, signal.SIGKILL)
     _, stuck = psutil.wait_procs(left, timeout=5)
