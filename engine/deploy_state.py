@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rackplan.engine.deployment import Deployment
 from rackplan.engine.errors import InputError
 from rackplan.engine.files import write_all
+from rackplan.engine.parser_table import EngineVersion
 from rackplan.engine.servers import Server, processes_of
 
 Phase = Literal["starting", "checking", "serving", "stopped", "failed"]
@@ -30,7 +31,7 @@ class Launch(_Part):
 
     deployment: Deployment
     device: Literal["cuda", "cpu"]
-    engine_version: str
+    engine_version: EngineVersion
     model: str
     python: str
     host: str = "127.0.0.1"

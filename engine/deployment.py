@@ -160,8 +160,10 @@ class Deployment(_Part):
     @model_validator(mode="before")
     @classmethod
     def _eager_defaults(cls, data: Any) -> Any:
-        gpu = GPUS.get(data.get("gpu")) if isinstance(data, dict) and isinstance(data.get("gpu"), str) else None
-        if gpu is None or not gpu.eager or not isinstance(data.get("pools"), list | tuple):
+        gpu = data.get("gpu") if isinstance(data, dict) else None
+        if not isinstance(gpu, str) or gpu not in GPUS or not isinstance(data.get("pools"), list | tuple):
+            return data
+        if not GPUS[gpu].eager:
             return data
         return {**data, "pools": [EAGER | p if isinstance(p, dict) else p for p in data["pools"]]}
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from rackplan.engine.deployment import Deployment, Pool
 from rackplan.engine.errors import InputError
-from rackplan.engine.parser_table import ParserTable
-from rackplan.engine.placement import Placement, Slot
+from rackplan.engine.parser_table import EngineVersion, ParserTable
+from rackplan.engine.placement import Device, Placement, Slot
 
 Flags = list[str]
 
@@ -159,10 +159,10 @@ def dp_sync_environment(pool: Pool, placement: Placement) -> dict[str, str]:
     return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if pool.dep > 1 and placement.device == "cuda" else {}
 
 
-def dp_sync_algorithm(placement: Placement) -> str:
+def dp_sync_algorithm(device: Device, engine_version: EngineVersion) -> str:
     """The one that this release runs: 0.33's second model runner has recursive doubling and no other; 0.32's, and the
     first one, hand the all-reduce to Gloo, a ring."""
-    return "recursive_doubling" if (placement.device, placement.engine_version) == ("cuda", "0.33") else "ring"
+    return "recursive_doubling" if (device, engine_version) == ("cuda", "0.33") else "ring"
 
 
 def switch(name: str, on: bool, table: ParserTable) -> str:

@@ -2,9 +2,7 @@
 
 import json
 import os
-import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,12 +14,15 @@ from rackplan.engine.deploy_state import Launch, Record
 from rackplan.engine.deployment import Deployment, Role
 from rackplan.engine.errors import InfeasibleError, InputError
 from rackplan.engine.files import write_all
+from rackplan.engine.machine import engine_release, query_gpus
 from rackplan.engine.memory import GIB, check_memory
 from rackplan.engine.router import Instance, RouterConfig
 from rackplan.engine.servers import processes_of
 from rackplan.engine.serving import Placement, ServerCommand, server_commands
 
 ROUTER = "router"
+VLLM = ("-m", "vllm.entrypoints.cli.main")
+"""vLLM's command by the interpreter that has it, in place of a `vllm` that may be another's."""
 FIRST_PORT_ABOVE = 100
 """Instances answer this far above the deployment's own port where a router has that."""
 QUEUED_PER_SEAT = 4
@@ -81,12 +82,10 @@ def local_commands(launch: Launch, id: str, folder: Path) -> list[LocalCommand]:
 
 
 def _of_server(server: ServerCommand, launch: Launch) -> LocalCommand:
-    vllm = (launch.python, "-m", "vllm.entrypoints.cli.main")
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, server.devices))} if launch.device == "cuda" else {}
     return LocalCommand(
         name=server.name,
-        argv=(*vllm, *server.argv[1:]),
-        env={**server.env, **visible},
+        argv=(launch.python, *VLLM, *server.argv[1:]),
+        env=server.env,
         url=f"http://{launch.host}:{server.port}" if server.port else None,
     )
 
@@ -133,15 +132,8 @@ def preflight(launch: Launch, replaced: Record | None) -> None:
 
 
 def _check_engine(launch: Launch) -> None:
-    code = "from importlib.metadata import version; print(version('vllm'))"
-    if shutil.which(launch.python) is None:
-        raise InputError(f"--python {launch.python}: cannot be run; give the interpreter that vLLM is installed for")
-    done = subprocess.run([launch.python, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise InputError(f"--python {launch.python}: has no vLLM; give the interpreter that it is installed for")
-    found = done.stdout.strip()
-    if not found.startswith(f"{launch.engine_version}."):
-        raise InputError(f"--python {launch.python}: has vLLM {found}, the plan is for {launch.engine_version}")
+    if (found := engine_release(launch.python)) != launch.engine_version:
+        raise InputError(f"--python {launch.python}: has vLLM {found}, the deployment is for {launch.engine_version}")
 
 
 def _check_ports(launch: Launch, replaced: Record | None) -> None:
@@ -177,11 +169,7 @@ def _check_memory_of_host(need_gib: float, replaced: Record | None) -> None:
 
 
 def _check_gpus(launch: Launch, replaced: Record | None) -> None:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        raise InputError("nvidia-smi: cannot be run; a deployment on GPUs needs NVIDIA's driver") from None
+    lines = query_gpus("name,memory.total,memory.used")
     if len(lines) < launch.deployment.gpus:
         raise InfeasibleError(
             f"the deployment takes {launch.deployment.gpus} GPUs, the machine has {len(lines)}: "

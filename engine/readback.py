@@ -12,15 +12,14 @@ from typing import Any
 from rackplan.engine.deploy_state import Record
 from rackplan.engine.deployment import Deployment, Pool
 from rackplan.engine.errors import DeployError
-from rackplan.engine.specs import gpu_spec
+from rackplan.engine.flags import captured_tokens
 
 
 def expected_config(deployment: Deployment, pool: Pool, revision: str) -> dict[str, Any]:
     """What an engine of `pool` must say of itself, by the key it says it under."""
     wide = pool.gpus_per_instance > 1
     balanced = deployment.eplb.enabled and wide
-    drafts = deployment.speculation.draft_tokens if pool.role != "prefill" else 0
-    graphs = {} if gpu_spec(deployment.gpu).eager else {"max_cudagraph_capture_size": pool.max_cudagraph_capture_size}
+    graphs = {"max_cudagraph_capture_size": captured_tokens(pool)} if pool.max_cudagraph_capture_size else {}
     eplb = {
         "num_redundant_experts": deployment.redundant_experts(pool),
         "window_size": deployment.eplb.window_steps,
@@ -40,10 +39,10 @@ def expected_config(deployment: Deployment, pool: Pool, revision: str) -> dict[s
         "enable_expert_parallel": wide,
         "enable_eplb": balanced,
         **({f"eplb.{k}": v for k, v in eplb.items()} if balanced else {}),
-        "draft_tokens": drafts,
+        "draft_tokens": deployment.speculation.draft_tokens,
         "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": None}[pool.role],
         "max_new_kv_loads_per_step": pool.max_new_kv_loads_per_step,
-        "offload.group_size": pool.offload.group_size,
+        "offload.prefetch.offload_group_size": pool.offload.group_size,
         **graphs,
     }
 
@@ -68,7 +67,7 @@ def _running(folder: Path, pool: Pool) -> Iterator[tuple[str, dict[str, Any]]]:
             name = f"{pool.role}-{instance}"
             files = sorted(folder.glob(f"config_{name}*.dp{rank}.json"))
             if not files:
-                raise DeployError(f"{name}: rank {rank} wrote no configuration into {folder}; is the plug-in installed?")
+                raise DeployError(f"{name}: rank {rank} wrote no configuration into {folder}: is the plug-in there?")
             yield f"{name} rank {rank}", json.loads(files[0].read_text(encoding="utf-8"))
 
 

@@ -1,8 +1,8 @@
 """The router in front of a deployment's instances: `python -m rackplan.engine.router CONFIG.json`.
 
-A completion goes to one instance; where prefill and decode are apart, to a prefill instance with one token to make, then,
-with the transfer parameters of its answer, to a decode instance, whose stream is passed on. Instances that do not answer
-are left out until they do. A full deployment answers 503 at once.
+A completion goes to one instance; where prefill and decode are apart, to a prefill instance with one token to make,
+then, with the transfer parameters of its answer, to a decode instance, whose stream is passed on. Instances that do not
+answer are left out until they do. A full deployment answers 503 at once.
 """
 
 import asyncio

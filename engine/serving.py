@@ -108,7 +108,7 @@ def _cpu_environment(deployment: Deployment, pool: Pool, slot: Slot, placement: 
 def check_renderable(deployment: Deployment, placement: Placement) -> None:
     """Raises InputError on every value that this engine would not run as it was simulated, with what to set."""
     misfits = [m for pool in deployment.pools for m in _pool_misfits(deployment, pool, placement)]
-    synced = flags.dp_sync_algorithm(placement)
+    synced = flags.dp_sync_algorithm(placement.device, placement.engine_version)
     if any(p.dep > 1 for p in deployment.pools) and deployment.dp_sync.algorithm != synced:
         misfits.append(f"dp_sync.algorithm={deployment.dp_sync.algorithm} (set {synced})")
     if deployment.eplb.enabled and all(p.gpus_per_instance == 1 for p in deployment.pools):

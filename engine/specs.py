@@ -31,8 +31,8 @@ class DraftSpec(_Spec):
 
 
 class ModelSpec(_Spec):
-    """One model as it is served. `kv_bytes_per_token`: all layers together, in `kv_cache_dtype` as vLLM names it.
-    `checkpoint`: what the engine loads, a hub name or a folder; None where none is published."""
+    """One model as it is served. `checkpoint`: what the engine loads, a hub name or a folder; None where none is
+    published. `kv_bytes_per_token`: all layers together, in `kv_cache_dtype` as vLLM names it."""
 
     name: str
     checkpoint: str | None = None

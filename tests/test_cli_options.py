@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackplan.cli import output
 from rackplan.cli.main import app, execute, plan_app
 from rackplan.cli.options import load_base, parse_duration, parse_int, parse_set, parse_tps
 from rackplan.engine import InputError
