@@ -48,7 +48,7 @@ class Placement:
 
     def served_model(self, deployment: Deployment) -> str:
         """What follows `vllm serve`. Raises InputError where none is given and where it reads as an option."""
-        name = self.model or getattr(deployment.model_spec, "checkpoint", None)
+        name = deployment.model_spec.checkpoint if self.model is None else self.model
         if not name:
             raise InputError(f"model={deployment.model}: its checkpoint is not known; give --model PATH or a hub name")
         if name.startswith("-") or "\0" in name:

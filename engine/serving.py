@@ -79,9 +79,7 @@ def server_command(deployment: Deployment, pool: Pool, slot: Slot, placement: Pl
     )
 
 
-def _environment(
-    deployment: Deployment, pool: Pool, slot: Slot, placement: Placement, server: str
-) -> dict[str, str]:
+def _environment(deployment: Deployment, pool: Pool, slot: Slot, placement: Placement, server: str) -> dict[str, str]:
     env = _cpu_environment(deployment, pool, slot, placement) if placement.device == "cpu" else _cuda_environment(slot)
     env |= flags.dp_sync_environment(pool, placement)
     if deployment.disaggregated:

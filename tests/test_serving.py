@@ -402,7 +402,7 @@ def test_the_installed_parser_takes_every_command():
     parser = _vllm_parser()
     for device in ("cuda", "cpu"):
         placement = Placement(model="m", device=device, engine_version=version, devices_per_node=8, log_dir="/l")
-        top = {"dp_sync": {"algorithm": dp_sync_algorithm(placement)}, "kv_transfer": {"mode": "pull"}}
+        top = {"dp_sync": {"algorithm": dp_sync_algorithm(placement.device, placement.engine_version)}, "kv_transfer": {"mode": "pull"}}
         for command in server_commands(disaggregated(prefill=ON_CPU, decode=ON_CPU, **top), placement):
             args = parser.parse_args(list(command.argv[2:]))
             assert args.data_parallel_size == (2 if command.role == "decode" else 1)
