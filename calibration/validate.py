@@ -123,7 +123,7 @@ def _v2_lite_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     found = calibration.coefficients.model_dump()
     measured = h200.all_rows()
     values = {k: found[k] for k in h200.UNKNOWNS} | {"profile_fixed_ms": calibration.file.profile_fixed_ms}
-    predicted = h200.predict_ms(values, measured)
+    predicted = h200.GPU_FIT.predict_ms(values, measured)
     rows = [
         _row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)
     ]
