@@ -29,16 +29,16 @@ from rackplan.calibration.figures import cpu_side
 from rackplan.calibration.file import CalibrationFile, MeasuredRange
 from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, solve, summarise
 from rackplan.calibration.gpu_fit import GpuFit
-from rackplan.calibration.h200_rows import DATA, FORWARD_FILES, PROFILES, SERVED_PROMPT, profile_rows, served_rows
+from rackplan.calibration.h200_rows import DATA, FORWARD_FILES, PROFILES, profile_rows, served_rows
 from rackplan.calibration.physics import Coefficients
+from rackplan.calibration.readers.bench_serve import read_bench_serve
+from rackplan.calibration.records import ServedRun
 from rackplan.calibration.rows import Row
 from rackplan.calibration.served import (
-    ServedRun,
     decode_intervals_ms,
     frontend_ms,
     launch_floors_ms,
     prompt_steps,
-    read_served,
 )
 from rackplan.engine import Deployment, parse_deployment
 
@@ -143,7 +143,7 @@ class Fit:
 
 def served_runs() -> list[ServedRun]:
     """The client runs that are embedded, in a fixed order."""
-    return [read_served(path) for path in SERVED_RUNS.values()]
+    return [read_bench_serve(path) for path in SERVED_RUNS.values()]
 
 
 def served_deployment() -> Deployment:
@@ -164,7 +164,7 @@ def fit() -> Fit:
     rows = profile_rows() + served_rows(intervals.items())
     gpu = GPU_FIT.fit(rows)
     host, host_pct = fit_host(gpu.values)
-    steps = [prompt_steps(run, SERVED_PROMPT) for run in runs]
+    steps = [prompt_steps(run) for run in runs]
     piecewise, eager = launch_floors_ms(steps, CAPTURED_TOKENS)
     front_ms = frontend_ms(steps)
     alone = lone_prompt_ms() - front_ms

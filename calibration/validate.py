@@ -12,8 +12,9 @@ from rackplan.calibration.figures import Predictor, figures, fit_value
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.published import ALL_FIXES, EPLB_REDUNDANT, Setting, gain_pct, terms_ms
-from rackplan.calibration.replay import replay_served
-from rackplan.engine import Deployment
+from rackplan.calibration.readers.bench_serve import KEYS, read_bench_serve
+from rackplan.calibration.serving import replay_served
+from rackplan.engine import Deployment, InputError
 from rackplan.simulator.step import step_wall_ms
 
 _K = 1024
@@ -157,7 +158,7 @@ def _replay_rows(
     name: str, path: Path, deployment: Deployment, calibration: FittedCalibration, role: str
 ) -> list[dict[str, Any]]:
     rows = []
-    for m in replay.replay_served(path, deployment, calibration):
+    for m in replay_served(read_bench_serve(path), deployment, calibration):
         what = f"served run {name}, arrivals as recorded: {m.name}"
         id = f"serve_{name}_{m.name.replace(' ', '_').lower()}"
         rows.append(_row(id, what, m.unit, m.measured, m.predicted, role))
@@ -185,11 +186,13 @@ def validate_against(name: str, files: Sequence[Path], deployment: Deployment) -
     `files`: JSON of `vllm bench serve --save-detailed`. Raises InputError as `replay_served` does.
     """
     calibration = load_calibration(name)
-    rows = [
-        _row(f"{path.name.removesuffix('.gz').removesuffix('.json')}", m.name, m.unit, m.measured, m.predicted, "check")
-        for path in files
-        for m in replay_served(path, deployment, calibration)
-    ]
+    rows = []
+    for path in files:
+        found = replay_served(read_bench_serve(path), deployment, calibration)
+        if not found:
+            raise InputError(f"{path}: has none of {', '.join(KEYS.values())}; give a serving result")
+        id = path.name.removesuffix(".gz").removesuffix(".json")
+        rows += [_row(id, m.name, m.unit, m.measured, m.predicted, "check") for m in found]
     return {"name": name, "rows": rows, "summary": _summary(rows)}
 
 
