@@ -61,7 +61,8 @@ class CalibrationFile(_Part):
     `older_engines`: by name, the coefficients of an engine before some fix, where they differ; `fixes`: prefill costs
     that later engines removed (EngineFix).
     `profile_fixed_ms`: what profiles of exact batches hold beyond a served step, which is what is predicted.
-    `target_sigma`, `draft_sigma`: log-normal skew of expert popularity. `notes`: what is carried or unidentified.
+    `target_sigma`, `draft_sigma`: log-normal skew of expert popularity. `carried`: coefficients that no row of this
+    profile told, taken from physics or another calibration. `notes`: what is carried or unidentified.
     """
 
     name: str
@@ -83,6 +84,7 @@ class CalibrationFile(_Part):
     errors: dict[str, FitError]
     fixes: dict[str, EngineFix] = {}
     older_engines: dict[str, dict[str, float]] = {}
+    carried: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @field_validator("coefficients")
@@ -102,9 +104,13 @@ class CalibrationFile(_Part):
             raise ValueError(f"{missing[0]} is missing")
         return found
 
+    def to_json(self) -> str:
+        """The file's text; `parse_calibration` reads it back."""
+        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+
     def save(self, path: Path) -> None:
-        """Write the file as JSON to `path`; `parse_calibration` reads it back."""
-        path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
+        """Write the file to `path`."""
+        path.write_text(self.to_json())
 
 
 class FittedCalibration:

@@ -19,6 +19,10 @@ CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 """Token counts that vLLM captures CUDA graphs for by default; beyond 512 the step 16 goes on to the knob's limit."""
 
 
+MOST_EFFICIENCY = 1e3
+"""Of a GPU's peak no share is above 1; the rates of a CPU are nominal."""
+
+
 class EngineFix(BaseModel):
     """A prefill cost that a later engine removed: 0 in the calibrated engine, added back where the fix is undone.
 
@@ -38,14 +42,14 @@ class Coefficients(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     # GPU, shared by the ranks
     step_fixed_ms: float = Field(ge=0)
-    dense_read_efficiency: float = Field(gt=0, le=1.5)
-    dense_flop_efficiency: float = Field(gt=0, le=1.5)
-    moe_read_efficiency: float = Field(gt=0, le=1.5)
-    moe_flop_efficiency: float = Field(gt=0, le=1.5)
+    dense_read_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
+    dense_flop_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
+    moe_read_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
+    moe_flop_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
     roofline_sharpness: float = Field(4.0, ge=1)
     # log-normal skew of the experts' popularity: skewed tokens touch fewer experts; 0 is even
     routing_sigma: float = Field(0.0, ge=0)
-    link_efficiency: float = Field(1.0, gt=0, le=1.5)
+    link_efficiency: float = Field(1.0, gt=0, le=MOST_EFFICIENCY)
     comm_fixed_ms: float = Field(0.0, ge=0)
     comm_rank_ms: float = Field(0.0, ge=0)
     all_to_all: bool = False
@@ -56,7 +60,7 @@ class Coefficients(BaseModel):
     # GPU, each rank's own
     decode_request_ms: float = Field(0.0, ge=0)
     decode_query_ms: float = Field(0.0, ge=0)
-    kv_read_efficiency: float = Field(gt=0, le=1.5)
+    kv_read_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
     prefill_pair_ms: float = Field(ge=0)
     prefill_context_ms: float = Field(0.0, ge=0)
     prefill_chunk_ms: float = Field(0.0, ge=0)

@@ -12,8 +12,9 @@ from rackplan.calibration.figures import Predictor, figures, fit_value
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.published import ALL_FIXES, EPLB_REDUNDANT, Setting, gain_pct, terms_ms
-from rackplan.calibration.replay import replay_served
-from rackplan.engine import Deployment
+from rackplan.calibration.readers.bench_serve import KEYS, read_bench_serve
+from rackplan.calibration.serving import replay_served
+from rackplan.engine import Deployment, InputError
 from rackplan.simulator.step import step_wall_ms
 
 _K = 1024
@@ -123,7 +124,7 @@ def _v2_lite_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     found = calibration.coefficients.model_dump()
     measured = h200.all_rows()
     values = {k: found[k] for k in h200.UNKNOWNS} | {"profile_fixed_ms": calibration.file.profile_fixed_ms}
-    predicted = h200.predict_ms(values, measured)
+    predicted = h200.GPU_FIT.predict_ms(values, measured)
     rows = [
         _row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)
     ]
@@ -157,7 +158,7 @@ def _replay_rows(
     name: str, path: Path, deployment: Deployment, calibration: FittedCalibration, role: str
 ) -> list[dict[str, Any]]:
     rows = []
-    for m in replay.replay_served(path, deployment, calibration):
+    for m in replay_served(read_bench_serve(path), deployment, calibration):
         what = f"served run {name}, arrivals as recorded: {m.name}"
         id = f"serve_{name}_{m.name.replace(' ', '_').lower()}"
         rows.append(_row(id, what, m.unit, m.measured, m.predicted, role))
@@ -185,11 +186,13 @@ def validate_against(name: str, files: Sequence[Path], deployment: Deployment) -
     `files`: JSON of `vllm bench serve --save-detailed`. Raises InputError as `replay_served` does.
     """
     calibration = load_calibration(name)
-    rows = [
-        _row(f"{path.name.removesuffix('.gz').removesuffix('.json')}", m.name, m.unit, m.measured, m.predicted, "check")
-        for path in files
-        for m in replay_served(path, deployment, calibration)
-    ]
+    rows = []
+    for path in files:
+        found = replay_served(read_bench_serve(path), deployment, calibration)
+        if not found:
+            raise InputError(f"{path}: has none of {', '.join(KEYS.values())}; give a serving result")
+        id = path.name.removesuffix(".gz").removesuffix(".json")
+        rows += [_row(id, m.name, m.unit, m.measured, m.predicted, "check") for m in found]
     return {"name": name, "rows": rows, "summary": _summary(rows)}
 
 

@@ -29,6 +29,22 @@ def show(name: params.CalibrationName, json: params.Json = False) -> None:
 
 
 @calibration_app.command()
+def fit(
+    folder: params.ProfileFolder,
+    name: params.NewName,
+    out: params.OutFile,
+    json: params.Json = False,
+) -> None:
+    """Fit a calibration to a profile folder and write it, with its hold-out errors."""
+    output.check_folder(out.parent)
+    from rackplan.calibration.profile import fit_profile
+
+    file = fit_profile(folder, name)
+    output.write_all({out: file.to_json()})
+    _print(file.model_dump(mode="json"), json, "show_calibration")
+
+
+@calibration_app.command()
 def validate(
     name: params.CalibrationName,
     against: params.Against = None,

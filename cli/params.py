@@ -86,6 +86,13 @@ Against = Annotated[
 Served = Annotated[
     Path | None, typer.Option("--deployment", metavar="DEPLOYMENT.yaml", help="What the --against runs ran on.")
 ]
+ProfileFolder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="A profile, as `rackplan profile` writes it.")
+]
+NewName = Annotated[
+    str, typer.Option("--name", parser=options.parse_name("--name", "h200-mine"), metavar="NAME", help="Its name.")
+]
+OutFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the calibration goes (JSON).")]
 New = Annotated[int | None, _whole("--new", 1, "N", "New prompt tokens of a chunk (prefill; 8192 unless given).")]
 
 TYPER_SETTINGS: dict[str, Any] = {

@@ -1,9 +1,9 @@
 """A program that behaves as `python` with vLLM does, for tests of what starts, asks and ends it.
 
 Run as `fake_engine.py ARGS`: `-c CODE` runs the code with a vLLM distribution to be found; `-m
-vllm.entrypoints.cli.main serve` answers on its port, starts a worker of its own and writes the configuration that it was
-told; `... bench serve` sends the load and writes a result. FAULTS (a file beside this program's copy, one word a line)
-makes it fail: `die`, `sick`, `ignore-seqs`, `stubborn`, `slow`.
+vllm.entrypoints.cli.main serve` answers on its port, starts a worker of its own and writes the configuration that it
+was told; `... bench serve` sends the load and writes a result. FAULTS (a file beside this program's copy, one word a
+line) makes it fail: `die`, `sick`, `ignore-seqs`, `stubborn`, `slow`.
 """
 
 import json
@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -122,7 +121,6 @@ def main(argv: list[str]) -> None:
     elif argv[:4] == ["-m", "vllm.entrypoints.cli.main", "bench", "serve"]:
         bench(argv[4:])
     else:
-        time.sleep(0)
         sys.exit(f"fake engine: cannot {argv}")
 
 

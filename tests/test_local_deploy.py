@@ -1,4 +1,4 @@
-"""Deploying on this machine: all or nothing, with real processes of a pretended vLLM. Nothing outlives what ended it."""
+"""Deploying on this machine: all or nothing, with real processes of a pretended vLLM; nothing outlives its end."""
 
 import json
 import os
