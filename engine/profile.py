@@ -10,7 +10,7 @@ from rackplan.engine.deploy_state import Launch
 from rackplan.engine.deployment import Deployment, parse_deployment
 from rackplan.engine.errors import InputError
 from rackplan.engine.flags import dp_sync_algorithm
-from rackplan.engine.memory import plan_memory
+from rackplan.engine.memory import GIB, plan_memory
 from rackplan.engine.parser_table import EngineVersion
 from rackplan.engine.placement import Device
 from rackplan.engine.profile_cases import Limits, forward_cases
@@ -118,12 +118,19 @@ class ProfileRequest:
         """What a rank of an instance of `dep` can run."""
         deployment = self.aggregated(dep)
         kv_tokens = plan_memory(deployment, deployment.pools[0]).kv_tokens
+        if deployment.gpu_spec.eager:
+            kv_tokens = int(self.cpu_kv_gib(dep) * GIB / deployment.model_spec.kv_bytes_per_token)
         return Limits(
             batched_tokens=self.max_num_batched_tokens,
             seqs=self.max_num_seqs,
             kv_tokens=kv_tokens * 9 // 10,  # the plan is an estimate, and a batch that does not fit ends its run
             model_len=self.max_model_len,
         )
+
+    def cpu_kv_gib(self, dep: int) -> int:
+        """KV pool of a rank on the CPU, as its servers have it: whole GiB."""
+        deployment = self.aggregated(dep)
+        return max(1, int(plan_memory(deployment, deployment.pools[0]).kv_pool_gib))
 
     def launch(self, deployment: Deployment) -> Launch:
         """`deployment` on this machine, steps logged."""

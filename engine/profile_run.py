@@ -121,7 +121,7 @@ class Profiler:
             ranks=ranks,
             max_model_len=request.max_model_len,
             max_num_seqs=request.max_num_seqs,
-            max_num_batched_tokens=request.max_num_batched_tokens,
+            kv_gib=request.cpu_kv_gib(ranks),
             gpu_memory_utilization=request.gpu_memory_utilization,
         )
 
