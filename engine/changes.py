@@ -58,8 +58,8 @@ def _pool_changes(name: str, old: Pool, new: Pool) -> Iterator[Change]:
 
 
 def _shared_changes(old: Deployment, new: Deployment, pools: dict[str, Pool]) -> Iterator[Change]:
-    parts = ({k: v for k, v in d.to_dict().items() if k != "pools"} for d in (old, new))
-    for knob, before, after in _differences(*parts):
+    before_all, after_all = ({k: v for k, v in d.to_dict().items() if k != "pools"} for d in (old, new))
+    for knob, before, after in _differences(before_all, after_all):
         if knob.startswith("router."):
             restarts: tuple[str, ...] = (ROUTER,)
         else:

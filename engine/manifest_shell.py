@@ -43,8 +43,9 @@ wait -n
 """
 
 
-def shell_files(deployment: Deployment, placement: Placement, port: int) -> dict[str, str]:
-    """serve.sh, and router.json where a router is needed, by name. `port`: where requests come in then."""
+def shell_files(deployment: Deployment, placement: Placement, port: int) -> tuple[dict[str, str], int]:
+    """serve.sh, and router.json where a router is needed, by name; and how many machines they are for.
+    `port`: where requests come in where there is a router."""
     servers = server_commands(deployment, placement)
     machines = range(1 + max(s.machine for s in servers))
     routed = wants_router(deployment)
@@ -57,7 +58,7 @@ def shell_files(deployment: Deployment, placement: Placement, port: int) -> dict
     files = {"serve.sh": text + _TAIL.format(last=machines[-1])}
     if routed:
         files["router.json"] = _router(deployment, placement, servers, port)
-    return files
+    return files, len(machines)
 
 
 def _start(server: ServerCommand) -> str:

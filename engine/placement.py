@@ -127,8 +127,8 @@ def lay_out(deployment: Deployment, placement: Placement) -> list[tuple[Pool, tu
     for k, (pool, instance) in enumerate(instances):
         nodes, ranks = ranks_per_node(pool, devices)
         taken = _take(free, nodes, ranks * pool.tp, devices)
-        _check_machines(placement, len(free), deployment.gpus, devices)
-        hosts = [placement.hosts[m] if placement.hosts else placement.host for m, _ in taken]
+        # Past the last name, `_check_machines` refuses all of it.
+        hosts = [placement.hosts[m] if m < len(placement.hosts) else placement.host for m, _ in taken]
         slots = tuple(
             Slot(
                 instance=instance,
@@ -147,6 +147,7 @@ def lay_out(deployment: Deployment, placement: Placement) -> list[tuple[Pool, tu
         )
         ranks_before += pool.dep
         laid.append((pool, slots))
+    _check_machines(placement, len(free), deployment.gpus, devices)
     return laid
 
 
@@ -165,11 +166,10 @@ def _take(free: list[int], nodes: int, width: int, devices: int) -> Sequence[tup
 
 
 def _check_machines(placement: Placement, machines: int, gpus: int, devices: int) -> None:
-    have = max(1, len(placement.hosts))
-    if machines > have:
+    if machines > max(1, len(placement.hosts)):
         raise InputError(
-            f"hosts={','.join(placement.hosts) or placement.host}: {gpus} GPUs do not fit {have} machine(s) of "
-            f"{devices}; name {machines} or more machines, or change devices_per_node"
+            f"--hosts {','.join(placement.hosts) or placement.host}: {gpus} GPUs take {machines} machines of {devices}; "
+            f"name them all"
         )
 
 
