@@ -44,6 +44,7 @@ class Gemm:
         return ((self.n + self.m) * self.k * width + self.m * self.n * 2.0) / (gpu.hbm_tb_s * 1e9)
 
     def roofline_ms(self, gpu: GpuSpec) -> float:
+        """The least that the hardware allows."""
         return max(self.flop_ms(gpu), self.read_ms(gpu))
 
 
