@@ -100,3 +100,37 @@ TYPER_SETTINGS: dict[str, Any] = {
     "pretty_exceptions_enable": False,
     "rich_markup_mode": None,
 }
+
+Target = Annotated[str, typer.Option("--target", metavar="TARGET", help="local, shell, lws, dynamo or llm-d.")]
+ServedModel = Annotated[
+    str | None, typer.Option("--model", metavar="PATH", help="What vLLM loads. Default: the model's checkpoint.")
+]
+Python = Annotated[str, typer.Option("--python", metavar="PATH", help="The interpreter that vLLM is installed for.")]
+Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="What servers bind to.")]
+Port = Annotated[int, _whole("--port", 1, "PORT", "Where the deployment answers.", 65_000)]
+StateDir = Annotated[
+    Path | None, typer.Option("--state", metavar="DIR", help="Where deployments of this machine are kept track of.")
+]
+StartTimeout = Annotated[float, _time("--start-timeout", "How long servers may take to be healthy.")]
+CanaryWorkload = Annotated[
+    str | None, typer.Option("--workload", metavar="fixed:ISL/OSL", help="Of the canary. Default: the plan's.")
+]
+Requests = Annotated[int, _whole("--requests", 1, "N", "Requests of the canary.", 100_000)]
+Tolerance = Annotated[
+    float, _above_zero("--tolerance", "25", "PCT", "Roll back where measured is worse than predicted by more.")
+]
+NoCanary = Annotated[bool, typer.Option("--no-canary", help="Keep it once it is healthy and runs what was planned.")]
+ProfileDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="The profile's folder; a cut one goes on.")]
+Budget = Annotated[float, _time("--budget", "Wall time that the profile may take.")]
+ProfiledModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or a known name.")]
+ProfiledGpus = Annotated[int, _whole("--gpus", 1, "N", "GPUs of this machine to use.", 64)]
+InputTokens = Annotated[int, _whole("--input-tokens", 1, "N", "Prompt tokens of the served loads.")]
+OutputTokens = Annotated[int, _whole("--output-tokens", 2, "N", "Output tokens of the served loads.")]
+MaxModelLen = Annotated[int, _whole("--max-model-len", 64, "N", "Longest request, tokens.")]
+MaxSeqs = Annotated[int, _whole("--max-num-seqs", 1, "N", "Requests of a rank.")]
+MaxBatched = Annotated[int, _whole("--max-num-batched-tokens", 64, "N", "Tokens of a step of a rank.")]
+Utilization = Annotated[
+    float, _above_zero("--gpu-memory-utilization", "0.9", "SHARE", "Of a GPU's memory, vLLM's share.", 1.0)
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")]
+EngineGpu = Annotated[str, typer.Option("--gpu", metavar="GPU", help="|".join(GPUS))]

@@ -9,6 +9,7 @@ from typing import Any
 
 from rackplan.cli import output, wording
 from rackplan.cli.wording import number, rate, time_ms
+from rackplan.engine.files import write_all
 
 Document = Mapping[str, Any]
 
@@ -25,13 +26,13 @@ def write_outputs(plan: Document, out: Path) -> list[Path]:
         head = "" if plan["feasible"] else "# The best that was found; it does NOT meet the request.\n"
         texts[out / "deployment.yaml"] = head + yaml.safe_dump(plan["deployment"], sort_keys=False)
     texts[out / "report.html"] = render_report(plan)
-    output.write_all(texts)
+    write_all(texts)
     return list(texts)
 
 
 def write_report(plan: Document, path: Path) -> None:
     """Write the report of `plan` (the plan document) to `path`, whole or not at all."""
-    output.write_all({path: render_report(plan)})
+    write_all({path: render_report(plan)})
 
 
 def render_report(plan: Document) -> str:

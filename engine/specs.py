@@ -31,8 +31,8 @@ class DraftSpec(_Spec):
 
 
 class ModelSpec(_Spec):
-    """One model as it is served. `kv_bytes_per_token`: all layers together. `checkpoint`: what the engine loads, a hub
-    name or a folder; None where none is published."""
+    """One model as it is served. `checkpoint`: what the engine loads, a hub name or a folder; None where none is
+    published. `kv_bytes_per_token`: all layers together, in `kv_cache_dtype` as vLLM names it."""
 
     name: str
     checkpoint: str | None = None
@@ -52,6 +52,7 @@ class ModelSpec(_Spec):
     non_expert_read_bytes_per_layer_step: float
     flops_per_token_dense: dict[str, float]
     kv_bytes_per_token: float
+    kv_cache_dtype: str = "auto"
     state_bytes_per_sequence: float
     decode_kv_read_bytes_per_context_token: float
     decode_kv_read_bytes_per_sequence: float
@@ -92,7 +93,8 @@ class ModelSpec(_Spec):
 
 
 class GpuSpec(_Spec):
-    """One GPU. `host_gb_s`: its link to host memory, one direction."""
+    """One GPU. `host_gb_s`: its link to host memory, one direction. `eager`: vLLM has no CUDA graphs and no async
+    scheduling there."""
 
     name: str
     hbm_gb: float
@@ -103,6 +105,7 @@ class GpuSpec(_Spec):
     gpus_per_tray: int
     host_gb_s: float
     usd_per_gpu_hour: float
+    eager: bool = False
 
 
 @cache

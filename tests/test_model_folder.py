@@ -87,6 +87,18 @@ def test_a_folder_deploys_where_a_name_does(tmp_path):
     assert parse_deployment(deployment.to_dict()) == deployment
 
 
+def test_what_an_eager_engine_lacks_is_off_by_default_and_refused_when_asked_for(tmp_path):
+    def on_cpu(**knobs):
+        pool = {"role": "aggregated", "instances": 1, "dep": 1, **knobs}
+        return parse_deployment({"model": str(tmp_path / "model"), "gpu": "cpu", "pools": [pool]})
+
+    save(tmp_path / "model", QWEN3_MOE)
+    pool = on_cpu().pools[0]
+    assert (pool.async_scheduling, pool.max_cudagraph_capture_size) == (False, 0)
+    with pytest.raises(InputError, match="async_scheduling has no effect on cpu; set false"):
+        on_cpu(async_scheduling=True)
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [

@@ -1,6 +1,7 @@
 """Who may import whom, where SimPy, vLLM and torch may be named, and what every public name must say."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,9 +67,25 @@ def test_only_the_simulator_knows_simpy(package, file):
     assert package == "simulator" or "simpy" not in found
 
 
+PLUGIN = ROOT / "engine" / "vllm_plugin"
+SUBCLASSES = {f for f in PLUGIN.glob("*.py") if f.name == "scheduler.py" or f.name.startswith("cpu_")}
+"""Modules of classes derived from vLLM's: vLLM imports them, nothing of rackplan's own may."""
+
+
 @pytest.mark.parametrize(("package", "file"), MODULES)
 def test_vllm_and_torch_are_imported_inside_functions_alone(package, file):
-    assert not {n.partition(".")[0] for n in at_module_level(parsed(file))} & {"vllm", "torch"}
+    assert file in SUBCLASSES or not {n.partition(".")[0] for n in at_module_level(parsed(file))} & {"vllm", "torch"}
+
+
+@pytest.mark.parametrize(("package", "file"), MODULES)
+def test_what_derives_from_vllm_is_imported_by_the_plugin_alone(package, file):
+    derived = {f"rackplan.engine.vllm_plugin.{f.stem}" for f in SUBCLASSES}
+    assert PLUGIN in file.parents or not derived & set(imports(parsed(file)))
+
+
+def test_the_scheduler_is_one_file_that_needs_vllm_and_the_standard_library_alone():
+    roots = {n.partition(".")[0] for n in imports(parsed(PLUGIN / "scheduler.py"))}
+    assert roots <= {"vllm", *sys.stdlib_module_names}
 
 
 def members(file: Path) -> Iterator[tuple[str, ast.AST, bool]]:

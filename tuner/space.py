@@ -6,7 +6,7 @@ A layout is enumerated, screened in closed form and then offered to the search b
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rackplan.engine import Deployment, GpuSpec, InputError, ModelSpec, parse_deployment
+from rackplan.engine import Deployment, GpuSpec, InputError, ModelSpec, gpu_spec, parse_deployment
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (2048, 4096, 8192, 16384, 32768)
@@ -85,7 +85,7 @@ def make_deployment(model: str, gpu: str, layout: Layout, knobs: Knobs, max_mode
             "dep": layout.decode_dep,
             "max_num_batched_tokens": decode_tokens if layout.disaggregated else max(knobs.chunk, decode_tokens),
             "max_num_seqs": knobs.seats,
-            "max_cudagraph_capture_size": min(4096, max(512, decode_tokens)),
+            **({} if gpu_spec(gpu).eager else {"max_cudagraph_capture_size": min(4096, max(512, decode_tokens))}),
         }
     )
     if layout.disaggregated and knobs.cap:

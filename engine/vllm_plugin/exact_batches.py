@@ -1,0 +1,265 @@
+"""Times exact batches inside the real engine, without its scheduler, for engines that have no `vllm bench forward`.
+
+python -m rackplan.engine.vllm_plugin.exact_batches --model FOLDER --case NAME=[N*]Q[@K][,...] ... --out CSV [--ranks R]
+
+Each case is a batch on every rank: one chunk of Q new tokens whose KV length, with them, is K (Q without @K), and N
+decodes of one token at KV length K: `mix=256,16*1@512` is a prompt of 256 tokens beside 16 decodes. The command
+starts an engine (random weights where the folder holds none, eager mode; several ranks are data and expert parallel,
+in lockstep), runs the cases and appends a row as each is done; cases that the CSV already has are left out. The time
+is the wall time of execute_model and sampling, the maximum over ranks, of `samples` x `iters` runs after two that are
+not counted; spread_pct is the range of the samples' medians in percent of the median, as `vllm bench forward` has it.
+"""
+
+import argparse
+import asyncio
+import csv
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rackplan.engine.errors import InputError
+
+COLUMNS = (
+    "case", "phase", "ranks", "new_tokens", "context_tokens", "decode_batch", "decode_kv_len",
+    "requests_per_rank", "tokens_per_rank", "median_us", "spread_pct",
+)  # fmt: skip
+WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactCase:
+    """One batch, the same on every rank. `context_tokens`: in the cache before the `new_tokens` of the one chunk."""
+
+    name: str
+    new_tokens: int = 0
+    context_tokens: int = 0
+    decode_batch: int = 0
+    decode_kv_len: int = 0
+
+    @property
+    def requests(self) -> list[tuple[int, int]]:
+        """(new tokens, KV length with them) of each request."""
+        chunk = [(self.new_tokens, self.new_tokens + self.context_tokens)] if self.new_tokens else []
+        return chunk + [(1, self.decode_kv_len)] * self.decode_batch
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of the batch."""
+        return self.new_tokens + self.decode_batch
+
+    @property
+    def phase(self) -> str:
+        """prefill, decode or mixed."""
+        return "decode" if not self.new_tokens else "mixed" if self.decode_batch else "prefill"
+
+    def row(self, ranks: int, median_us: float, spread_pct: float) -> list[Any]:
+        """Values in the order of COLUMNS."""
+        shape = [self.new_tokens, self.context_tokens, self.decode_batch, self.decode_kv_len]
+        counts = [len(self.requests), self.tokens]
+        return [self.name, self.phase, ranks, *shape, *counts, round(median_us, 1), round(spread_pct, 2)]
+
+
+def parse_case(text: str) -> ExactCase:
+    """NAME=[N*]Q[@K][,...]. Raises InputError on anything but one chunk, equal decodes, or both."""
+    name, _, batch = text.partition("=")
+    chunk, decodes = (0, 0), (0, 0)
+    for part in batch.split(","):
+        count, _, lengths = part.rpartition("*")
+        new, _, kv = lengths.partition("@")
+        numbers = [count or "1", new, kv or new]
+        if not name or not all(n.isdecimal() and int(n) for n in numbers) or int(numbers[2]) < int(new):
+            raise InputError(f"--case {text}: must be NAME=[N*]Q[@K][,...] with K at least Q, e.g. mix=256,16*1@512")
+        n, q, k = map(int, numbers)
+        if q == 1 and k > 1 and not decodes[0]:
+            decodes = n, k
+        elif n == 1 and not chunk[0]:
+            chunk = q, k - q
+        else:
+            raise InputError(f"--case {text}: {part} is a second chunk or a second kind of decode; one of each a case")
+    return ExactCase(
+        name=name, new_tokens=chunk[0], context_tokens=chunk[1], decode_batch=decodes[0], decode_kv_len=decodes[1]
+    )
+
+
+class ExactBatches:
+    """vLLM worker extension: `collective_rpc` calls its methods on every worker."""
+
+    def kv_capacity(self) -> tuple[list[int], int]:
+        """Block size in tokens of each KV group, and the number of blocks that they share."""
+        config = self.model_runner.kv_cache_config  # type: ignore[attr-defined]
+        return [group.kv_cache_spec.block_size for group in config.kv_cache_groups], config.num_blocks
+
+    def time_exact_batch(self, requests: list[tuple[int, int]], count: int) -> list[float]:
+        """Wall times in us of `count` runs, the maximum over data-parallel ranks, of a batch of `requests`."""
+        import torch
+        from vllm.distributed.parallel_state import get_dp_group
+
+        times = []
+        for run in range(WARM_UP + count):
+            batch, finish = self._plan(requests, run)
+            begin = time.perf_counter()
+            output = self.model_runner.execute_model(batch)  # type: ignore[attr-defined]
+            if output is None:
+                output = self.model_runner.sample_tokens(None)  # type: ignore[attr-defined]
+            if hasattr(output, "get_output"):  # asynchronous output: wait for it
+                output.get_output()
+            times.append((time.perf_counter() - begin) * 1e6)
+            self.model_runner.execute_model(finish)  # type: ignore[attr-defined]
+        slowest = torch.tensor(times[WARM_UP:], dtype=torch.float64)
+        if get_dp_group().world_size > 1:
+            torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX, group=get_dp_group().cpu_group)
+        return slowest.tolist()
+
+    def _plan(self, requests: list[tuple[int, int]], run: int) -> tuple[Any, Any]:
+        """What the scheduler would have handed on: the batch, and the step after it that frees its requests."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+        block_sizes, _ = self.kv_capacity()
+        blocks = _blocks(block_sizes)
+        batch, finish = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
+        for i, (new, kv) in enumerate(requests):
+            name = f"exact-{run}-{i}"
+            tokens = [(7 * run + 31 * i + j) % 1000 + 3 for j in range(kv)]
+            batch.scheduled_new_reqs.append(
+                NewRequestData(
+                    req_id=name,
+                    prompt_token_ids=tokens,
+                    prefill_token_ids=tokens,
+                    mm_features=[],
+                    sampling_params=SamplingParams(max_tokens=16, temperature=0.0),
+                    pooling_params=None,
+                    block_ids=tuple(blocks(kv)),
+                    num_computed_tokens=kv - new,
+                    lora_request=None,
+                )
+            )
+            batch.num_scheduled_tokens[name] = new
+        batch.total_num_scheduled_tokens = sum(batch.num_scheduled_tokens.values())
+        batch.num_common_prefix_blocks = [0] * len(block_sizes)
+        finish.finished_req_ids = set(batch.num_scheduled_tokens)
+        return batch, finish
+
+
+def _blocks(block_sizes: Sequence[int]) -> Any:
+    """Hands out KV blocks, each once; block 0 is vLLM's own."""
+    free = iter(range(1, 1 << 31))
+
+    def take(tokens: int) -> Iterator[list[int]]:
+        for size in block_sizes:
+            yield [next(free) for _ in range(-(-tokens // size))]
+
+    return take
+
+
+def start_engine(model: Path, cases: Sequence[ExactCase], ranks: int) -> Any:
+    """An engine whose limits just hold the cases. On the CPU the KV pool is VLLM_CPU_KVCACHE_SPACE GiB, 1 if unset."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    has_weights = any(model.glob("*.safetensors")) or any(model.glob("*.bin"))
+    longest = max(kv for case in cases for _, kv in case.requests)
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(model),
+            load_format="auto" if has_weights else "dummy",
+            dtype="bfloat16",
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            max_model_len=longest + 16,
+            max_num_seqs=max(len(case.requests) for case in cases),
+            max_num_batched_tokens=max(longest + 16, *(case.tokens for case in cases)),
+            data_parallel_size=ranks,
+            enable_expert_parallel=ranks > 1,
+            worker_extension_cls=f"{__spec__.name}.{ExactBatches.__name__}",
+        )
+    )
+
+
+async def measure(model: Path, cases: Sequence[ExactCase], ranks: int, samples: int, iters: int, out: Path) -> None:
+    """Runs the cases and appends a row for each to `out`. Raises InputError if one does not fit in the KV pool."""
+    import numpy as np
+
+    engine = start_engine(model, cases, ranks)
+    try:
+        block_sizes, num_blocks = (await engine.collective_rpc("kv_capacity"))[0]
+        for case in cases:
+            need = 1 + sum(-(-kv // size) for _, kv in case.requests for size in block_sizes)
+            if need > num_blocks:
+                short = f"needs {need} KV blocks, the engine has {num_blocks}"
+                raise InputError(f"--case {case.name}: {short}; raise VLLM_CPU_KVCACHE_SPACE or leave it out")
+        for case in cases:
+            times = await engine.collective_rpc("time_exact_batch", args=(case.requests, samples * iters))
+            us = np.array(times[0])
+            spread = 100 * np.ptp(np.median(us.reshape(samples, iters), axis=1)) / np.median(us)
+            append_row(out, case.row(ranks, float(np.median(us)), float(spread)))
+    finally:
+        engine.shutdown(timeout=10)
+        del engine
+        gc.collect()  # its __del__ fails if left to the end of the interpreter
+
+
+def append_row(path: Path, row: Sequence[Any]) -> None:
+    """Appends `row`, after the heading in a new file, and prints it."""
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        out = csv.writer(file, lineterminator="\n")
+        if new:
+            out.writerow(COLUMNS)
+        out.writerow(row)
+    print(*row, sep=",", flush=True)
+
+
+def done_cases(path: Path) -> set[str]:
+    """Names of the cases in `path`; none if there is no such file. Raises InputError if it is another kind of file."""
+    if not path.exists():
+        return set()
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise InputError(f"--out {path}: line 1 is not the heading of exact batches; name another file")
+        return {row["case"] for row in reader}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's options."""
+    parser = argparse.ArgumentParser(prog="exact_batches", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="model folder")
+    parser.add_argument("--case", action="append", required=True, help="NAME=[N*]Q[@K][,...], may be repeated")
+    parser.add_argument("--out", type=Path, required=True, help="CSV to append to")
+    parser.add_argument("--ranks", type=int, default=1, help="data- and expert-parallel ranks, each with every batch")
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--iters", type=int, default=4, help="runs a sample")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code: 2 for bad input."""
+    args = arguments(argv)
+    try:
+        cases = {case.name: case for case in map(parse_case, args.case)}
+        if len(cases) < len(args.case):
+            raise InputError("--case: a name is given twice; each case needs its own")
+        if min(args.ranks, args.samples, args.iters) < 1:
+            raise InputError("--ranks, --samples and --iters must be at least 1")
+        if not (args.model / "config.json").exists():
+            raise InputError(f"--model {args.model}: no config.json there; name a model folder")
+        todo = [case for name, case in cases.items() if name not in done_cases(args.out)]
+        if todo:
+            asyncio.run(measure(args.model, todo, args.ranks, args.samples, args.iters, args.out))
+    except (InputError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
