@@ -23,8 +23,8 @@ PROFILE_FIXED = "profile_fixed_ms"
 
 
 @cache
-def _pool_of(model: str, gpu: str, dep: int, capture_size: int) -> tuple[Deployment, Pool]:
-    deployment, pool = deployment_of(model, gpu, dep=dep)
+def _pool_of(model: str, gpu: str, dep: int, drafts: int, capture_size: int) -> tuple[Deployment, Pool]:
+    deployment, pool = deployment_of(model, gpu, dep=dep, drafts=drafts)
     return deployment, pool.model_copy(update={"max_cudagraph_capture_size": capture_size})
 
 
@@ -47,18 +47,20 @@ class GpuFit:
         """Coefficients of the GPU by name at these values, what is assumed included."""
         return {**self.assumed, **{k: v for k, v in values.items() if k != PROFILE_FIXED}}
 
-    def cost(self, values: Mapping[str, float], dep: int, served: bool) -> PhysicalCost:
+    def cost(self, values: Mapping[str, float], dep: int, served: bool, drafts: int = 0) -> PhysicalCost:
         """Step costs of an instance of `dep` ranks without its host. Exact batches route evenly, served ones not."""
         even = {} if served else {"routing_sigma": 0.0}
         found = Coefficients.model_validate({**NO_HOST, **self.coefficients(values), **even})
-        return PhysicalCost(found, *_pool_of(self.model, self.gpu, dep, self.capture_size))
+        return PhysicalCost(found, *_pool_of(self.model, self.gpu, dep, drafts, self.capture_size))
 
     def predict_ms(self, values: Mapping[str, float], rows: Sequence[Row]) -> np.ndarray:
         """GPU time of each row, ms, the constant of exact batches included, (rows,)."""
-        costs = {kind: self.cost(values, *kind) for kind in {(r.dep, r.served) for r in rows}}
-        gpu = [sum(gpu_terms_ms(costs[r.dep, r.served], r.batch, dep=r.dep).values()) for r in rows]
+        costs = {kind: self.cost(values, *kind) for kind in {(r.dep, r.served, r.drafts) for r in rows}}
+        terms = [
+            gpu_terms_ms(costs[r.dep, r.served, r.drafts], r.batch, dep=r.dep, drafts=r.drafts).values() for r in rows
+        ]
         fixed_ms = values.get(PROFILE_FIXED, 0.0)
-        return np.array(gpu) + np.array([0.0 if r.served else fixed_ms for r in rows])
+        return np.array([sum(t) for t in terms]) + np.array([0.0 if r.served else fixed_ms for r in rows])
 
     def error_pct(self, values: Mapping[str, float], rows: Sequence[Row]) -> np.ndarray:
         """Signed errors of the GPU time of `rows`, % of what was measured, (rows,)."""

@@ -15,7 +15,6 @@ from rackplan.calibration.gpu_fit import PROFILE_FIXED, GpuFit
 from rackplan.calibration.physics import Coefficients
 from rackplan.calibration.profile_client import NO_TRANSFER, with_frontend, with_transfer
 from rackplan.calibration.profile_gpu import gpu_fit_of
-from rackplan.calibration.profile_host import mean_context
 from rackplan.calibration.profile_terms import coefficients_of
 from rackplan.calibration.readers.profile_folder import Profile, read_profile
 from rackplan.calibration.rows import Row
@@ -74,7 +73,7 @@ def _served_rows(profile: Profile) -> list[Row]:
                 id=f"{run.name}_served_decode_{batch}",
                 metric="decode_served_dep1",
                 dep=1,
-                batch=Batch(decodes=batch, context_tokens=mean_context(run)),
+                batch=Batch(decodes=batch, context_tokens=run.served.mean_context),
                 measured_ms=ms,
                 served=True,
             )
@@ -95,7 +94,7 @@ def _measured(rows: Sequence[Row]) -> dict[str, MeasuredRange]:
             batch=span([r.batch.decodes for r in decode]),
             context_tokens=span([r.batch.context_tokens for r in decode]),
             new_tokens=(0, 0),
-            drafts=(0, 0),
+            drafts=span([r.drafts for r in decode]),
         ),
         "prefill": MeasuredRange(
             dep=span([r.dep for r in prefill]),

@@ -103,6 +103,9 @@ def _unknowns(model: ModelSpec, gpu: GpuSpec, rows: Sequence[Row]) -> dict[str, 
         found["prefill_context_ms"] = ms(longest.measured_ms / cached / 20, longest.measured_ms / cached)
     if len(exact) >= ROWS_FOR_SHARPNESS:
         found["roofline_sharpness"] = Unknown(3.0, 1, 12)
+    if len({r.drafts for r in decodes}) > 1:
+        found["decode_query_ms"] = ms(shortest / 50, shortest)
+        found["draft_fixed_ms"] = ms(shortest / 5, shortest * 5)
     if any(r.dep > 1 for r in exact):
         found |= {"link_efficiency": Unknown(0.3, 0.001, most), "comm_fixed_ms": ms(shortest / 5, shortest * 5)}
     if sum(r.served for r in rows) >= SERVED_ROWS_FOR_ROUTING:

@@ -79,7 +79,7 @@ def client_steps(run: ProfileRun, cost: PhysicalCost) -> list[ServedStep]:
     """Decode steps of one aggregated rank as its clients saw them: one for each batch size, a median of many."""
     if run.deployment.gpus > 1 or not run.served.token_s:
         return []
-    context = mean_context(run)
+    context = run.served.mean_context
     return [
         ServedStep(
             dep=1,
@@ -91,11 +91,6 @@ def client_steps(run: ProfileRun, cost: PhysicalCost) -> list[ServedStep]:
         for batch, ms in decode_intervals_ms([run.served]).items()
         for _ in range(LEAST_STEPS)
     ]
-
-
-def mean_context(run: ProfileRun) -> int:
-    """Context of a decoding request halfway through its output, tokens."""
-    return round(float(np.mean(run.served.input_tokens + run.served.output_tokens / 2)))
 
 
 def fit_loop(steps: Iterable[ServedStep]) -> Loop | None:

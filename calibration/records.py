@@ -37,6 +37,11 @@ class ServedRun:
     token_s: list[np.ndarray]
     metrics: Mapping[str, float]
 
+    @property
+    def mean_context(self) -> int:
+        """Context of a decoding request halfway through its output, tokens."""
+        return round(float(np.mean(self.input_tokens + self.output_tokens / 2)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:

@@ -1,6 +1,6 @@
 """One measured time of one exact batch: what every fit of step times compares with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rackplan.calibration.batch import Batch
 
@@ -8,7 +8,8 @@ from rackplan.calibration.batch import Batch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One measured step time. `metric`: the error summary that it counts in; `served`: seen in serving, else in a
-    profile of exact batches. `spread_pct`: of the measurement's samples, 0 where it was not given."""
+    profile of exact batches. `spread_pct`: of the measurement's samples, 0 where it was not given. `drafts`: tokens
+    that each decode verifies."""
 
     id: str
     metric: str
@@ -17,6 +18,7 @@ class Row:
     measured_ms: float
     served: bool = False
     spread_pct: float = 0.0
+    drafts: int = 0
 
     @property
     def phase(self) -> str:
@@ -24,3 +26,7 @@ class Row:
         if not self.batch.prefill_tokens:
             return "decode"
         return "mixed" if self.batch.decodes else "prefill"
+
+    def named(self) -> "Row":
+        """With the metric of an exact batch of its phase and ranks."""
+        return replace(self, metric=f"{self.phase}_gpu_dep{self.dep}")

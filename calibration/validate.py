@@ -12,7 +12,9 @@ from rackplan.calibration.figures import Predictor, figures, fit_value
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.published import ALL_FIXES, EPLB_REDUNDANT, Setting, gain_pct, terms_ms
-from rackplan.calibration.readers.bench_serve import KEYS, read_bench_serve
+from rackplan.calibration.readers.bench_serve import read_bench_serve
+from rackplan.calibration.readers.served import read_served_runs
+from rackplan.calibration.records import METRICS
 from rackplan.calibration.serving import replay_served
 from rackplan.engine import Deployment, InputError
 from rackplan.simulator.step import step_wall_ms
@@ -181,18 +183,19 @@ def _v3_slice_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
 
 
 def validate_against(name: str, files: Sequence[Path], deployment: Deployment) -> dict[str, Any]:
-    """`validate`'s document for serving results of one's own: each file replayed on `deployment` and compared.
+    """`validate`'s document for serving results of one's own: each run replayed on `deployment` and compared.
 
-    `files`: JSON of `vllm bench serve --save-detailed`. Raises InputError as `replay_served` does.
+    `files`: of any client that readers/served.py knows. Raises InputError as its readers do, and where a run states
+    none of the metrics or the deployment is not the calibration's.
     """
     calibration = load_calibration(name)
     rows = []
     for path in files:
-        found = replay_served(read_bench_serve(path), deployment, calibration)
-        if not found:
-            raise InputError(f"{path}: has none of {', '.join(KEYS.values())}; give a serving result")
-        id = path.name.removesuffix(".gz").removesuffix(".json")
-        rows += [_row(id, m.name, m.unit, m.measured, m.predicted, "check") for m in found]
+        for id, run in read_served_runs(path):
+            found = replay_served(run, deployment, calibration)
+            if not found:
+                raise InputError(f"{path}: states none of {', '.join(METRICS)}; give a serving result")
+            rows += [_row(id, m.name, m.unit, m.measured, m.predicted, "check") for m in found]
     return {"name": name, "rows": rows, "summary": _summary(rows)}
 
 

@@ -1,6 +1,7 @@
 """A profile folder: exact batches, served runs and their step logs, and the profile.json that names them."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,8 +9,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rackplan.calibration.readers import parse
+from rackplan.calibration.readers.bench_forward import read_bench_forward
 from rackplan.calibration.readers.bench_serve import read_bench_serve
 from rackplan.calibration.readers.forward_csv import forward_rows
+from rackplan.calibration.readers.iteration_log import as_step_log, read_iteration_log
 from rackplan.calibration.readers.step_log import read_step_log
 from rackplan.calibration.records import ServedRun, StepLog
 from rackplan.calibration.rows import Row
@@ -18,6 +21,10 @@ from rackplan.engine import Deployment, InputError, parse_deployment
 IDENTITY = "profile.json"
 FORMAT = 1
 _WANTED = f"the folder of a profile, with {IDENTITY} and forward_dep1.csv in it"
+
+
+_FORWARD: dict[str, Callable[[Path], list[Row]]] = {".csv": forward_rows, ".json": read_bench_forward}
+"""Readers of exact batches by the file's kind."""
 
 
 class _Run(BaseModel):
@@ -69,10 +76,10 @@ class Profile:
 def read_profile(folder: Path) -> Profile:
     """Raises InputError with file and row: nothing is taken from a folder of which a part is damaged."""
     identity = _identity(folder / IDENTITY)
-    tables = sorted(folder.glob("forward_dep*.csv"))
+    tables = sorted(f for f in folder.glob("forward_dep*") if f.suffix in _FORWARD)
     if not tables:
         raise InputError(f"{folder}: has no forward_dep*.csv; give {_WANTED}")
-    rows = [row for table in tables for row in forward_rows(table)]
+    rows = [row for table in tables for row in _FORWARD[table.suffix](table)]
     runs, files = [], [t.name for t in tables]
     for i, run in enumerate(identity.runs):
         if run.status == "done":
@@ -109,6 +116,10 @@ def _served(folder: Path, run: _Run, where: str) -> tuple[ProfileRun, list[str]]
         raise InputError(f"{folder / names[0]}: is missing, and {IDENTITY} says that run {run.name} is done; run it")
     served = read_bench_serve(path)
     logs, log_names = _logs(folder, run.name)
+    iterations = folder / f"iterations_{run.name}.log"
+    if not logs and iterations.exists():
+        engines = [i for i in read_iteration_log(iterations) if i.engine == 0]
+        logs, log_names = {"": (as_step_log(engines, served.mean_context),)}, [iterations.name]
     span_s = float(served.start_s[-1] - served.start_s[0])
     found = ProfileRun(
         name=run.name,
