@@ -104,7 +104,7 @@ def deploy(
     )
     launch = Launch(
         deployment=base.deployment,
-        device="cpu" if base.deployment.gpu_spec.eager else "cuda",
+        device=base.deployment.gpu_spec.device,
         engine_version=engine_release(python),
         model=model or base.deployment.model_spec.checkpoint or base.deployment.model,
         python=python,

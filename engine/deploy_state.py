@@ -17,6 +17,7 @@ from rackplan.engine.errors import InputError
 from rackplan.engine.files import write_all
 from rackplan.engine.parser_table import EngineVersion
 from rackplan.engine.servers import Server, processes_of
+from rackplan.engine.specs import Device
 
 Phase = Literal["starting", "checking", "serving", "stopped", "failed"]
 
@@ -30,7 +31,7 @@ class Launch(_Part):
     `python`: the interpreter that has vLLM; `port`: where the deployment answers; `measure`: are steps logged?"""
 
     deployment: Deployment
-    device: Literal["cuda", "cpu"]
+    device: Device
     engine_version: EngineVersion
     model: str
     python: str

@@ -10,7 +10,8 @@ from typing import Any
 from rackplan.engine.deployment import Deployment, Pool
 from rackplan.engine.errors import InputError
 from rackplan.engine.parser_table import EngineVersion, ParserTable
-from rackplan.engine.placement import Device, Placement, Slot
+from rackplan.engine.placement import Placement, Slot
+from rackplan.engine.specs import Device
 
 Flags = list[str]
 
@@ -157,6 +158,16 @@ def dp_sync_flags(pool: Pool, placement: Placement) -> Flags:
 def dp_sync_environment(pool: Pool, placement: Placement) -> dict[str, str]:
     """The model runner decides how ranks agree, so GPUs are told which to take: the second."""
     return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if pool.dep > 1 and placement.device == "cuda" else {}
+
+
+def engine_release(device: Device) -> EngineVersion:
+    """The newest known release that runs on `device`."""
+    return "0.32" if device == "cpu" else "0.33"
+
+
+def kv_transfer_modes(device: Device) -> tuple[str, ...]:
+    """Who may move KV: NIXL's push does not come to an end on the CPU."""
+    return ("pull",) if device == "cpu" else ("push", "pull")
 
 
 def dp_sync_algorithm(device: Device, engine_version: EngineVersion) -> str:

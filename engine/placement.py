@@ -8,13 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rackplan.engine.deployment import Deployment, Pool
 from rackplan.engine.errors import InputError
 from rackplan.engine.parser_table import EngineVersion
-
-Device = Literal["cuda", "cpu"]
+from rackplan.engine.specs import Device
 
 SCHEDULER_MODULE = "rackplan.engine.vllm_plugin.scheduler"
 """Where vLLM finds rackplan's scheduler classes, with rackplan installed beside it."""

@@ -12,9 +12,8 @@ from rackplan.engine.errors import InputError
 from rackplan.engine.flags import dp_sync_algorithm
 from rackplan.engine.memory import GIB, plan_memory
 from rackplan.engine.parser_table import EngineVersion
-from rackplan.engine.placement import Device
 from rackplan.engine.profile_cases import Limits, forward_cases
-from rackplan.engine.specs import gpu_spec
+from rackplan.engine.specs import Device, gpu_spec
 
 FILE = "profile.json"
 LOAD_SHARES = (0.35, 0.7)
@@ -94,7 +93,7 @@ class ProfileRequest:
     @property
     def device(self) -> Device:
         """What vLLM runs on."""
-        return "cpu" if gpu_spec(self.gpu).eager else "cuda"
+        return gpu_spec(self.gpu).device
 
     def ranks(self) -> list[int]:
         """Instance widths to profile, those that divide the experts."""

@@ -66,7 +66,7 @@ class Profiler:
                         f"give another folder"
                     )
             return profile
-        eager = self.request.aggregated(1).gpu_spec.eager
+        cpu = self.request.device == "cpu"
         profile = Profile(
             model=self.request.model,
             gpu=self.request.gpu,
@@ -75,9 +75,9 @@ class Profiler:
             command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             git_revision=git_revision(),
             versions=versions(self.request.python),
-            gpus=["cpu"] * self.request.gpus if eager else gpu_names(),
+            gpus=["cpu"] * self.request.gpus if cpu else gpu_names(),
             environment=watched_environment(),
-            time_kind="wall" if eager else "gpu",
+            time_kind="wall" if cpu else "gpu",
         )
         self._save(profile)
         return profile
