@@ -27,7 +27,7 @@ from rackplan.engine.servers import Report, start, stop, wait_healthy
 FORWARD_SHARE = 0.5
 """Of the time, for exact batches; serving has the rest."""
 START_TIMEOUT_S = 600.0
-LOAD_S = 30.0
+LOAD_S = 25.0
 """How long arrivals last in a served load."""
 LEAST_PROMPTS, MOST_PROMPTS = 24, 600
 SERVER_LOGS = ("steps_aggregated-", "steps_prefill-", "steps_decode-")
@@ -158,7 +158,7 @@ class Profiler:
         """One load: the pilot keeps all seats taken, the others arrive at shares of the rate that it reached."""
         pilot, _, index = name.rpartition("_load")
         if not pilot:
-            prompts = min(MOST_PROMPTS, max(LEAST_PROMPTS, 2 * self.request.max_num_seqs))
+            prompts = min(MOST_PROMPTS, max(LEAST_PROMPTS, self.request.max_num_seqs))
             run = self._run_of(name, launch.deployment, prompts=prompts, concurrency=self.request.max_num_seqs)
         else:
             rate = LOAD_SHARES[int(index)] * self._rate_of(f"{pilot}_pilot")

@@ -23,11 +23,8 @@ P
 SYS=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 rm -rf "$SYS"/torchvision* "$SYS"/torchaudio*      # built for the machine's own, older torch: transformers would import them and fail
 for d in "$SYS"/nvidia/*; do b=$(basename "$d"); [ -e "/tmp/site/nvidia/$b" ] || ln -s "$d" "/tmp/site/nvidia/$b"; done
-# The routing plug-in, installed by hand: vLLM finds it through its entry point.
-cp "$HERE/skew_routing/skew_routing.py" /tmp/site/
-mkdir -p /tmp/site/skew_routing-0.1.dist-info
-printf 'Metadata-Version: 2.1\nName: skew-routing\nVersion: 0.1\n' > /tmp/site/skew_routing-0.1.dist-info/METADATA
-printf '[vllm.general_plugins]\nskew_routing = skew_routing:register\n' > /tmp/site/skew_routing-0.1.dist-info/entry_points.txt
+# rackplan with its plug-in, which vLLM finds through its entry points, and what the machine lacks of its needs.
+python3 -m pip install -q --no-index --no-deps --target /tmp/site "$1"/rp/*.whl
 NVCC=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc)
 cat > /tmp/env.sh <<X2
 export CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$NVCC")")")
