@@ -4,7 +4,6 @@
 #   PY=python3.12 ./make_bundle.sh DEST     writes DEST/part.00 ... (56 MiB each) and DEST/zstandard-*.whl to unpack them
 # Needs zstd, 15 GB of disk, about 6 minutes. setup.sh unpacks.
 set -euo pipefail
-HERE=$(cd "$(dirname "$0")" && pwd)
 DEST=$(realpath -m "${1:?DEST}"); PY=${PY:-python3.12}; W=$(mktemp -d "${TMPDIR:-/tmp}/bundle.XXXX"); mkdir -p "$DEST"
 export PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
 "$PY" -m venv "$W/v"; PIP="$W/v/bin/python -m pip"; S="$W/site"
@@ -21,7 +20,6 @@ $PIP install -q --target "$S" cachetools blake3 'fastapi<0.137.0,>=0.133.0' uvic
     opentelemetry-exporter-otlp opentelemetry-semantic-conventions-ai loguru tiktoken aiohttp pydantic-extra-types pycountry apache-tvm-ffi==0.1.11
 $PIP download -q --no-deps -d "$DEST" zstandard
 $PIP download -q --no-deps -d "$DEST/rp" simpy
-$PIP wheel -q --no-deps -w "$DEST/rp" "$HERE/../.."
 cd "$S"
 rm -rf include torch/include torch/test triton/backends/amd triton/profiler triton/backends/nvidia/bin/{cuobjdump,nvdisasm} bin nixl_ep* \
     setuptools _distutils_hack distutils-precedence.pth flashinfer* vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so
