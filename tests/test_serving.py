@@ -16,6 +16,7 @@ from rackplan.engine.flags import dp_sync_algorithm
 from rackplan.engine.parser_table import (
     ENGINE_VERSIONS,
     check_command,
+    check_environment,
     installed_version,
     parser_table,
     record,
@@ -409,3 +410,16 @@ def test_the_installed_parser_takes_every_command():
             assert args.data_parallel_size == (2 if command.role == "decode" else 1)
             assert args.async_scheduling is False
             assert args.max_num_seqs == 256
+
+
+@pytest.mark.parametrize("version", ENGINE_VERSIONS)
+def test_a_variable_that_the_release_does_not_read_is_an_error(version):
+    with pytest.raises(InputError, match="VLLM_FUSED_MOE_CHUNK_SIZE: vLLM .* does not read it"):
+        check_environment({"VLLM_FUSED_MOE_CHUNK_SIZE": "1", "OTHER": "1"}, parser_table(version))
+
+
+@pytest.mark.parametrize(("model", "kernel"), [("deepseek-v4.1-flash", "deep_gemm_mega_moe"), ("deepseek-v3", "auto")])
+def test_experts_run_on_the_kernel_that_the_calibration_is_of(model, kernel):
+    (command,) = server_commands(aggregated(model=model, gpu="gb300", dep=4), CUDA)
+    assert value(command, "--moe-backend") == kernel
+    assert value(command, "--all2all-backend") == "allgather_reducescatter"
