@@ -126,9 +126,9 @@ def _pool_misfits(deployment: Deployment, pool: Pool, placement: Placement) -> l
     if pool.long_prefill_token_threshold > deployment.context_limit:
         threshold = f"{pool.role}.long_prefill_token_threshold={pool.long_prefill_token_threshold}"
         return [f"{threshold} past max_model_len={deployment.context_limit} (set 0)"]
+    misfits = _draft_misfits(deployment, pool)
     if placement.device == "cuda":
-        return []
-    misfits = []
+        return misfits
     if pool.async_scheduling:
         misfits.append(f"{pool.role}.async_scheduling=true (set false)")
     if pool.max_cudagraph_capture_size:
@@ -136,3 +136,14 @@ def _pool_misfits(deployment: Deployment, pool: Pool, placement: Placement) -> l
     if pool.offload.group_size:
         misfits.append(f"{pool.role}.offload.group_size={pool.offload.group_size} (set 0)")
     return misfits
+
+
+def _draft_misfits(deployment: Deployment, pool: Pool) -> list[str]:
+    """Prefill servers have the draft as well, so its experts must lie evenly there too."""
+    draft, width = deployment.model_spec.draft, pool.gpus_per_instance
+    if pool.role != "prefill" or draft is None or not deployment.speculation.draft_tokens or width == 1:
+        return []
+    experts = draft.experts + deployment.redundant_experts(pool)
+    if experts % width == 0:
+        return []
+    return [f"prefill.dep={pool.dep} with {experts} experts of the draft (set a dep that divides them)"]

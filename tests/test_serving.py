@@ -3,6 +3,7 @@
 import json
 import shlex
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -423,3 +424,19 @@ def test_experts_run_on_the_kernel_that_the_calibration_is_of(model, kernel):
     (command,) = server_commands(aggregated(model=model, gpu="gb300", dep=4), CUDA)
     assert value(command, "--moe-backend") == kernel
     assert value(command, "--all2all-backend") == "allgather_reducescatter"
+
+
+def test_the_documentation_lists_what_vllm_is_not_told():
+    text = (Path(__file__).parent.parent / "docs" / "deploying.md").read_text()
+    for field in NOT_VLLMS:
+        assert f"- `{field}`:" in text
+
+
+def test_the_drafts_experts_must_lie_evenly_on_prefill_servers_too():
+    pools = [{"role": "prefill", "instances": 1, "dep": 12}, {"role": "decode", "instances": 1, "dep": 8}]
+    data = {"model": "deepseek-v4.1-flash", "gpu": "gb300", "pools": pools, "speculation": {"draft_tokens": 2}}
+    with pytest.raises(InputError, match="prefill.dep=12 with 128 experts of the draft"):
+        server_commands(parse_deployment(data), Placement(model="m", hosts=tuple("abcdef")))
+    assert server_commands(
+        parse_deployment({**data, "speculation": {"draft_tokens": 0}}), Placement(model="m", hosts=tuple("abcdef"))
+    )
