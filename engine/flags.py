@@ -21,12 +21,17 @@ ASSUMED = (
 )
 """The scheduler as it is simulated, where no knob changes it."""
 
+ASSUMED_ENVIRONMENT = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "128"}
+"""Outputs that the API server handles in one go: the last of the chunk sizes; the experts' were gone by 0.32."""
+
 DP_SYNC_INTERVAL = "16"
 """Steps between the ranks' agreement on whether any has work left."""
 
-ALL2ALL = {"gb200": "flashinfer_nvlink_one_sided", "gb300": "flashinfer_nvlink_one_sided"}
-"""Expert-parallel exchange by GPU: over a rack's NVLink where there is one, else vLLM's all-gather and reduce-scatter,
-which the profiles of one host were measured with."""
+ALL2ALL = "allgather_reducescatter"
+"""Expert-parallel exchange as it is simulated where the experts' kernel leaves it to vLLM."""
+
+MEGA_MOE = {("deepseek-v4.1-flash", "gb200"), ("deepseek-v4.1-flash", "gb300")}
+"""(model, GPU) whose calibration is of DeepGEMM's MegaMoE, which exchanges tokens within the experts' kernel."""
 
 DRAFT_METHODS = {"DSpark": "dspark", "MTP": "mtp"}
 """vLLM's method by the draft's name in models.yaml; both are weights of the target's own checkpoint."""
@@ -48,8 +53,8 @@ def expert_flags(deployment: Deployment, pool: Pool, placement: Placement, table
     """Expert parallelism and its balancing; both need more than one GPU."""
     if pool.gpus_per_instance == 1:
         return [table.negative("--enable-expert-parallel"), table.negative("--enable-eplb")]
-    backend = ALL2ALL.get(deployment.gpu, "allgather_reducescatter")
-    flags = ["--enable-expert-parallel", "--all2all-backend", backend]
+    kernel = "deep_gemm_mega_moe" if (deployment.model, deployment.gpu) in MEGA_MOE else "auto"
+    flags = ["--enable-expert-parallel", "--all2all-backend", ALL2ALL, "--moe-backend", kernel]
     eplb = deployment.eplb
     if not eplb.enabled:
         return [*flags, table.negative("--enable-eplb")]

@@ -166,8 +166,8 @@ def _take(free: list[int], nodes: int, width: int, devices: int) -> Sequence[tup
 def _check_machines(placement: Placement, machines: int, gpus: int, devices: int) -> None:
     if machines > max(1, len(placement.hosts)):
         raise InputError(
-            f"--hosts {','.join(placement.hosts) or placement.host}: {gpus} GPUs take {machines} machines of {devices}; "
-            f"name them all"
+            f"--hosts {','.join(placement.hosts) or placement.host}: {gpus} GPUs take {machines} machines of "
+            f"{devices}; name them all"
         )
 
 

@@ -3,6 +3,7 @@
 import json
 import shlex
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rackplan.engine.flags import dp_sync_algorithm
 from rackplan.engine.parser_table import (
     ENGINE_VERSIONS,
     check_command,
+    check_environment,
     installed_version,
     parser_table,
     record,
@@ -409,3 +411,32 @@ def test_the_installed_parser_takes_every_command():
             assert args.data_parallel_size == (2 if command.role == "decode" else 1)
             assert args.async_scheduling is False
             assert args.max_num_seqs == 256
+
+
+@pytest.mark.parametrize("version", ENGINE_VERSIONS)
+def test_a_variable_that_the_release_does_not_read_is_an_error(version):
+    with pytest.raises(InputError, match="VLLM_FUSED_MOE_CHUNK_SIZE: vLLM .* does not read it"):
+        check_environment({"VLLM_FUSED_MOE_CHUNK_SIZE": "1", "OTHER": "1"}, parser_table(version))
+
+
+@pytest.mark.parametrize(("model", "kernel"), [("deepseek-v4.1-flash", "deep_gemm_mega_moe"), ("deepseek-v3", "auto")])
+def test_experts_run_on_the_kernel_that_the_calibration_is_of(model, kernel):
+    (command,) = server_commands(aggregated(model=model, gpu="gb300", dep=4), CUDA)
+    assert value(command, "--moe-backend") == kernel
+    assert value(command, "--all2all-backend") == "allgather_reducescatter"
+
+
+def test_the_documentation_lists_what_vllm_is_not_told():
+    text = (Path(__file__).parent.parent / "docs" / "deploying.md").read_text()
+    for field in NOT_VLLMS:
+        assert f"- `{field}`:" in text
+
+
+def test_the_drafts_experts_must_lie_evenly_on_prefill_servers_too():
+    pools = [{"role": "prefill", "instances": 1, "dep": 12}, {"role": "decode", "instances": 1, "dep": 8}]
+    data = {"model": "deepseek-v4.1-flash", "gpu": "gb300", "pools": pools, "speculation": {"draft_tokens": 2}}
+    with pytest.raises(InputError, match="prefill.dep=12 with 128 experts of the draft"):
+        server_commands(parse_deployment(data), Placement(model="m", hosts=tuple("abcdef")))
+    assert server_commands(
+        parse_deployment({**data, "speculation": {"draft_tokens": 0}}), Placement(model="m", hosts=tuple("abcdef"))
+    )
