@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rackplan.calibration.file import FittedCalibration
-from rackplan.calibration.replay import ServedMetric, replay_served
+from rackplan.calibration.readers.bench_serve import read_bench_serve
+from rackplan.calibration.serving import ServedMetric, replay_served
 from rackplan.engine import Deployment, InputError
 from rackplan.engine.bench_serve import BenchLoad, run_bench, time_limit_s
 from rackplan.engine.deploy_state import Record
@@ -102,7 +103,7 @@ def verify_with(canary: Canary | None, calibration: FittedCalibration | None, re
             )
         if calibration is None:
             return Verdict(keep=True, result={"measured": _shown(measured)})
-        found = replay_served(path, record.launch.deployment, calibration)
+        found = replay_served(read_bench_serve(path), record.launch.deployment, calibration)
         return judge(found, canary.tolerance_pct, calibration.name)
 
     return verify
