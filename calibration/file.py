@@ -60,7 +60,8 @@ class CalibrationFile(_Part):
     `coefficient_intervals`: 90 % intervals of what was fitted (bootstrap, or the fit's curvature where rows are few).
     `older_engines`: by name, the coefficients of an engine before some fix, where they differ; `fixes`: prefill costs
     that later engines removed (EngineFix).
-    `profile_fixed_ms`: what profiles of exact batches hold beyond a served step, which is what is predicted.
+    `profile_fixed_ms`: what profiles of exact batches hold beyond a served step, which is what is predicted; negative
+    where the served step holds the host's loop too.
     `target_sigma`, `draft_sigma`: log-normal skew of expert popularity. `carried`: coefficients that no row of this
     profile told, taken from physics or another calibration. `notes`: what is carried or unidentified.
     """
@@ -77,7 +78,7 @@ class CalibrationFile(_Part):
     coefficient_intervals: dict[str, tuple[float, float]] = {}
     transfer: Transfer
     frontend_ms: float = Field(ge=0, le=MOST_MS)
-    profile_fixed_ms: float = Field(0.0, ge=0)
+    profile_fixed_ms: float = Field(0.0, le=MOST_MS)
     target_sigma: float = Field(ge=0)
     draft_sigma: float = Field(ge=0)
     measured: dict[str, MeasuredRange]

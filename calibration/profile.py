@@ -45,7 +45,7 @@ def fit_profile(folder: Path, name: str) -> CalibrationFile:
         coefficient_intervals=_intervals(fit, solution, found.coefficients),
         transfer=NO_TRANSFER,
         frontend_ms=0.0,
-        profile_fixed_ms=solution.values.get(PROFILE_FIXED, 0.0),
+        profile_fixed_ms=solution.values.get(PROFILE_FIXED, 0.0) - found.loop_in_step_ms,
         target_sigma=found.coefficients["routing_sigma"],
         draft_sigma=0.0,
         measured=_measured(profile.rows),

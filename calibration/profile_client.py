@@ -14,7 +14,7 @@ TRANSFER_SHARE_OF_LINK = 0.6
 NO_TRANSFER = Transfer(setup_ms=0.0, per_block_ms=0.0, gb_per_s=1e6, block_tokens=16)
 
 
-def _as_run(run: ProfileRun, wall: bool) -> Deployment:
+def as_run(run: ProfileRun, wall: bool) -> Deployment:
     """The run's deployment as its engine ran it: one on a CPU, or whose log says so, has no async scheduling."""
     logs = [log for ranks in run.logs.values() for log in ranks]
     off = wall or any(log.config.get("async_scheduling") is False for log in logs)
@@ -29,7 +29,7 @@ def _beyond_ms(profile: Profile, draft: CalibrationFile, disaggregated: bool) ->
     if not runs:
         return None
     run = min(runs, key=lambda r: r.rate_req_s)
-    beyond = ttft_beyond_ms(run.served, _as_run(run, wall), FittedCalibration(draft))
+    beyond = ttft_beyond_ms(run.served, as_run(run, wall), FittedCalibration(draft))
     return run.name, max(0.0, float(np.median(beyond)))
 
 

@@ -30,12 +30,14 @@ ADMISSION = ("admission_token_ms",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a fit has so far: coefficients, which of them are carried, errors by metric, what to say of them."""
+    """What a fit has so far: coefficients, which of them are carried, errors by metric, what to say of them.
+    `loop_in_step_ms`: the host's loop that the step's constant holds."""
 
     coefficients: dict[str, float]
     carried: tuple[str, ...]
     errors: dict[str, FitError]
     notes: tuple[str, ...] = ()
+    loop_in_step_ms: float = 0.0
 
     def measured(self, values: dict[str, float]) -> "Found":
         """With these coefficients measured, whatever they were."""
@@ -117,7 +119,8 @@ def _with_loop(found: Found, alone: list[ServedStep], steps: list[ServedStep], w
         text = "Host times are what steps without async scheduling take beyond their GPU time."
     known = tuple(k for k in found.carried if wall or k not in HOST)
     errors = {**found.errors, **_step_errors(alone, loop)}
-    found = replace(found, coefficients=c, carried=known, errors=errors).noted(text)
+    in_step_ms = loop.step_ms - shorter if wall else 0.0
+    found = replace(found, coefficients=c, carried=known, errors=errors, loop_in_step_ms=in_step_ms).noted(text)
     return _with_ranks(found, steps, loop) if any(s.dep == 1 for s in steps) else found
 
 

@@ -81,7 +81,7 @@ Context = Annotated[int, _whole("--context", 0, "N", "Tokens in the KV cache of 
 Drafts = Annotated[int, _whole("--drafts", 0, "K", "Draft tokens per request.")]
 Against = Annotated[
     list[Path] | None,
-    typer.Option("--against", metavar="FILE", help="A serving result (vllm bench serve --save-detailed); repeatable."),
+    typer.Option("--against", metavar="FILE", help="A client's result, or a profile folder; repeatable."),
 ]
 Served = Annotated[
     Path | None, typer.Option("--deployment", metavar="DEPLOYMENT.yaml", help="What the --against runs ran on.")
@@ -92,6 +92,15 @@ ProfileFolder = Annotated[
 NewName = Annotated[
     str, typer.Option("--name", parser=options.parse_name("--name", "h200-mine"), metavar="NAME", help="Its name.")
 ]
+Metrics = Annotated[
+    list[str],
+    typer.Option("--metrics", metavar="URL|FILE", help="An engine's /metrics, or two files of it, the earlier first."),
+]
+Over = Annotated[float, _time("--over", "Time between the two scrapes.")]
+LiveDeployment = Annotated[Path, typer.Option("--deployment", metavar="DEPLOYMENT.yaml", help="What the engine runs.")]
+Before = Annotated[str, typer.Argument(metavar="A", help="The calibration before; a name or a file.")]
+After = Annotated[str, typer.Argument(metavar="B", help="The one after, of the same model and GPU.")]
+OutPage = Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="Plot and tables as one page.")]
 OutFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the calibration goes (JSON).")]
 New = Annotated[int | None, _whole("--new", 1, "N", "New prompt tokens of a chunk (prefill; 8192 unless given).")]
 

@@ -119,6 +119,7 @@ def prometheus(ttft: tuple[int, ...] = (1, 5, 8, 8), engines: tuple[str, ...] = 
             ("request_time_per_output_token_seconds", 0.1),
             ("e2e_request_latency_seconds", 10.0),
             ("request_queue_time_seconds", 0.1),
+            ("request_prefill_time_seconds", 0.5),
             ("request_prompt_tokens", 5000.0),
             ("request_generation_tokens", 2500.0),
         ):

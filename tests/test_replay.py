@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, requests
 
 from rackplan.calibration import campaign, h200, replay
+from rackplan.calibration.against import validate_against
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.physics import experts_touched
 from rackplan.calibration.readers.bench_serve import read_bench_serve
 from rackplan.calibration.serving import replay_served
-from rackplan.calibration.validate import HELD_OUT, held_out_pct, validate, validate_against
+from rackplan.calibration.validate import HELD_OUT, held_out_pct, validate
 from rackplan.engine import InputError, parse_deployment
 from rackplan.simulator.agentx import AGENTX
 from rackplan.simulator.metrics import gpu_time_share

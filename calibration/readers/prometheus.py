@@ -22,6 +22,7 @@ HISTOGRAMS = {
     "TPOT": "vllm:request_time_per_output_token_seconds",
     "E2E": "vllm:e2e_request_latency_seconds",
     "queue": "vllm:request_queue_time_seconds",
+    "prefill": "vllm:request_prefill_time_seconds",
     "input": "vllm:request_prompt_tokens",
     "output": "vllm:request_generation_tokens",
 }
