@@ -43,8 +43,8 @@ class Measured:
         self.from_ns, self.to_ns = start, end = ends_ns or (start, end)
         self.span_s = max(1, end - start) / 1e9
         gaps = [g for pool in result.pools for g in pool.token_gaps]
-        self.itl_ms = np.concatenate([g[2] for g in gaps]) / 1e6 if gaps else np.zeros(0)
-        self.itl_weight = np.repeat([g[1] for g in gaps], [g[0] for g in gaps]) if gaps else np.zeros(0)
+        self.itl_ms = np.concatenate([np.frombuffer(g.walls_ns, np.int64) for g in gaps]) / 1e6
+        self.itl_weight = np.concatenate([np.frombuffer(g.sequences, np.int64) for g in gaps])
 
 
 def metrics_of(result: SimResult, ends_ns: tuple[int, int] | None = None) -> dict:

@@ -65,6 +65,15 @@ class Rank:
         self.partial: list[Sequence] = []
         self.decoding: dict[Sequence, None] = {}
 
+    def has_work(self, visible_before_ns: int) -> bool:
+        """Is there a prompt in prefill, or a request that came before?"""
+        if self.partial:
+            return True
+        loaded, waiting = self.loaded, self.waiting
+        return bool(
+            (loaded and loaded[0].ready_ns < visible_before_ns) or (waiting and waiting[0].ready_ns < visible_before_ns)
+        )
+
     @property
     def only_decodes(self) -> bool:
         return not (self.loaded or self.waiting or self.partial)
