@@ -26,15 +26,18 @@ class GpuTime:
         sync = min(total - gpu, sums.sync_ms * NS_PER_MS)
         slowest = sums.attention_ms * NS_PER_MS
         skew = slowest - sums.attention_mean_ms * NS_PER_MS  # idle ranks' share is in their dummy batches
-        lost = {
-            "dp_sync": sync,
-            "host": total - gpu - sync + busy_ns * shared.weight_wait * NS_PER_MS,
-            "ep_imbalance": busy_ns * shared.ep_imbalance * NS_PER_MS,
-            "dp_imbalance": max(0.0, skew - idle_share * slowest),
-        }
-        if idle_share:
-            lost[idle_cause] = lost.get(idle_cause, 0.0) + idle_share * gpu
+        host = total - gpu - sync + busy_ns * shared.weight_wait * NS_PER_MS
+        ep_imbalance = busy_ns * shared.ep_imbalance * NS_PER_MS
+        dp_imbalance = max(0.0, skew - idle_share * slowest)
+        dummies = idle_share * gpu
         ns, gpus = self.ns, self.gpus
-        for cause, part in lost.items():
-            ns[cause] += part * gpus
-        ns["compute"] += (total - sum(lost.values())) * gpus
+        if idle_cause == "dp_imbalance":
+            dp_imbalance += dummies
+            dummies = 0.0
+        else:
+            ns[idle_cause] += dummies * gpus
+        ns["dp_sync"] += sync * gpus
+        ns["host"] += host * gpus
+        ns["ep_imbalance"] += ep_imbalance * gpus
+        ns["dp_imbalance"] += dp_imbalance * gpus
+        ns["compute"] += (total - (sync + host + ep_imbalance + dp_imbalance + dummies)) * gpus

@@ -54,6 +54,7 @@ class Instance:
         self.env = env
         self.model = model
         self.pool = model.pool
+        self._prefills = model.pool.role == "prefill"
         self.on_prefilled, self.on_finished = on_prefilled, on_finished
         self.ranks = Ranks(model, load, load_tokens)
         self.kv_loading = 0
@@ -61,6 +62,8 @@ class Instance:
         self._run: StepRun | None = None  # the run of steps under way, where an arrival may cut it
         self._lead_ms = 0.0  # how far the host is ahead of the GPU
         self._seen_ms = 0.0  # how long before the step's end the scheduler looks at its queue
+        self._sync_ms = model.cost.dp_sync_ms()
+        self._own_worker = model.pool.gpus_per_instance > 1
         self._wake: simpy.Event | None = None
         self._extra_host_ms = 0.0
         self.start_measuring()
@@ -152,30 +155,32 @@ class Instance:
             steps,
             model.balancedness(load.total_tokens / pool.dep),
             extra_host_ms=extra_ms,
+            sync_ms=self._sync_ms,
             async_scheduling=pool.async_scheduling,
             lead_ms=self._lead_ms,
             seen_ms=self._seen_ms,
-            own_worker=pool.gpus_per_instance > 1,
+            own_worker=self._own_worker,
         )
         return OneStep(times, self.env.now) if steps == 1 else StepRun(times, self.env.now)
 
     def _deliver(self, delay_ns: int) -> None:
         """Hand on what the last step made: with async scheduling the host looks at it once the next is launched."""
+        if not self.ranks.outputs:
+            return
         outputs, self.ranks.outputs = self.ranks.outputs, []
         for seq, ended in outputs:
-            if seq.first_token_ns < 0 and self.pool.role != "prefill":
+            if seq.first_token_ns < 0 and not self._prefills:
                 seq.first_token_ns = self.env.now + delay_ns
-            if not ended:
-                continue
-            if not delay_ns:
+            if ended and delay_ns:
+                self.env.after(delay_ns, self._delivered, seq)
+            elif ended:
                 self._hand_on(seq)
-                continue
-            event = self.env.timeout(delay_ns, value=seq)
-            assert event.callbacks is not None
-            event.callbacks.append(lambda e: self._hand_on(e.value))
+
+    def _delivered(self, event: simpy.Event) -> None:
+        self._hand_on(event.value)
 
     def _hand_on(self, seq: Sequence) -> None:
-        if self.pool.role == "prefill":
+        if self._prefills:
             seq.prefill_done_ns = self.env.now
             self.on_prefilled(seq, self)  # its KV stays held until `release`
         else:

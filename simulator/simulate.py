@@ -237,14 +237,11 @@ class _Run:
         self.in_flight -= 1
         for following in self.source.finished(request, self.env.now):
             self.in_flight += 1  # so that the run does not end before it comes
-            event = self.env.timeout(following.arrival_ns + self.frontend_ns - self.env.now, value=following)
-            assert event.callbacks is not None
-            event.callbacks.append(self._follow)
+            self.env.after(following.arrival_ns + self.frontend_ns - self.env.now, self._follow, following)
         self._check_done()
 
     def _follow(self, event: simpy.Event) -> None:
         self.in_flight -= 1
-        assert isinstance(event.value, Request)
         self._submit(event.value)
 
     def _check_done(self) -> None:

@@ -104,6 +104,7 @@ def time_steps(
     balancedness: float,
     *,
     extra_host_ms: float,
+    sync_ms: float,
     async_scheduling: bool,
     lead_ms: float,
     seen_ms: float,
@@ -121,7 +122,7 @@ def time_steps(
     shared = cost.shared_ms(widest, load.total_tokens, prefill, load.prefill_chunks, balancedness)
     gpu = slowest + sum(shared)
     floor = cost.launch_floor_ms(widest, prefill > 0)
-    host, sync = cost.host_ms(load.requests) + (load.admission_ms + extra_host_ms), cost.dp_sync_ms()
+    host, sync = cost.host_ms(load.requests) + (load.admission_ms + extra_host_ms), sync_ms
     if not async_scheduling:
         wall = step_wall_ms(gpu, floor, host, sync, 0.0, async_scheduling)
         none = 0.0 if one else np.zeros(steps)
@@ -149,10 +150,12 @@ def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tu
         return float(np.maximum.reduce(times)), float(np.add.reduce(times)) / n
     slowest = total = 0.0
     for r in range(n):
-        own = load.prefills.get(r, NO_PREFILL)
-        ms = cost.attention_ms(*own, batch.requests[r], batch.context(r))
-        total += ms
-        slowest = max(slowest, ms)
+        if batch.occupants[r]:
+            own = load.prefills.get(r, NO_PREFILL)
+            ms = cost.attention_ms(*own, batch.requests[r], batch.context(r))
+            total += ms
+            if ms > slowest:
+                slowest = ms
     return slowest, total / n
 
 
