@@ -93,13 +93,14 @@ class DecodeBatch:
         seq.finish_step = -1
         return seq.start_context + seq.growth * (self.step - seq.start_step)
 
-    def pop_ended(self) -> Sequence | None:
-        """A request whose last step has passed; it is still to be stopped. None if there is none."""
-        while self._ends and self._ends[0][0] <= self.step:
-            seq = heapq.heappop(self._ends)[2]
+    def pop_ended(self) -> list[Sequence]:
+        """Requests whose last step has passed, in order of their start; they are still to be stopped."""
+        ended, ends = [], self._ends
+        while ends and ends[0][0] <= self.step:
+            seq = heapq.heappop(ends)[2]
             if seq.finish_step == self.step:
-                return seq
-        return None
+                ended.append(seq)
+        return ended
 
     def steps_to_next_end(self) -> int:
         """Steps until some request ends; at least one must be decoding."""

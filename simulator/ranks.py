@@ -91,12 +91,14 @@ class Ranks:
 
     def _admit(self, r: int, plan: RankPlan) -> None:
         batch, rank = self.batch, self.queues[r]
-        if admitted := len(plan.started) + len(plan.loads):
+        started, _, loads, _ = plan
+        if admitted := len(started) + len(loads):
             batch.enter(r, admitted)
-            self.most_admitted = max(self.most_admitted, admitted)
-        for seq in plan.started:
+            if admitted > self.most_admitted:
+                self.most_admitted = admitted
+        for seq in started:
             batch.hold(r, seq.prompt_tokens)
-        for seq in plan.loads:
+        for seq in loads:
             batch.held[r] -= seq.prompt_tokens
             batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)
         if rank.cache.tokens:
@@ -151,8 +153,8 @@ class Ranks:
                     self._prefilled(seq)
             for seq in plan.loads:
                 self.outputs.append((seq, False))
-        while (ended := batch.pop_ended()) is not None:
-            self._end(ended, round(batch.stop(ended)))
+        for seq in batch.pop_ended():
+            self._end(seq, round(batch.stop(seq)))
 
     def _prefilled(self, seq: Sequence) -> None:
         r, batch = seq.rank, self.batch

@@ -46,11 +46,6 @@ class RankPlan(NamedTuple):
     loads: list[Sequence]
     blocked_by: str | None
 
-    @property
-    def admitted(self) -> list[Sequence]:
-        """Requests that this step is the first of."""
-        return self.started + self.loads
-
 
 class Rank:
     """Queues and prefix cache of one data-parallel rank. `loaded`: requests whose KV came from a prefill instance;

@@ -1,6 +1,6 @@
 """How long one lockstep step takes on the wall, and where its time went. Pure functions of a `PoolCost`."""
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,8 +27,8 @@ FEW_RANKS = 4
 Times = TypeVar("Times", float, FloatArray)
 
 
-class StepTimes(NamedTuple, Generic[Times]):
-    """Times of a run of equal steps, ms: (steps,) each, or a number of one step, but for `launch_ms`.
+class StepTimes(NamedTuple):
+    """Times of a run of equal steps, ms, (steps,) each but for `launch_ms`; of one step, numbers.
 
     `wall_ms`: from the end of the step before to the end of this one. `lead_ms`: how long before the end of the step
     before the host began this one (0 without async scheduling); `next_lead_ms`: the same of the step that follows.
@@ -37,16 +37,16 @@ class StepTimes(NamedTuple, Generic[Times]):
     to imbalance.
     """
 
-    wall_ms: Times
-    wall_without_sync_ms: Times
-    lead_ms: Times
-    next_lead_ms: Times
-    seen_ms: Times
-    next_seen_ms: Times
+    wall_ms: Any
+    wall_without_sync_ms: Any
+    lead_ms: Any
+    next_lead_ms: Any
+    seen_ms: Any
+    next_seen_ms: Any
     launch_ms: float
-    gpu_ms: Times
-    attention_ms: Times
-    attention_mean_ms: Times
+    gpu_ms: Any
+    attention_ms: Any
+    attention_mean_ms: Any
     shared: SharedTime
 
 
@@ -109,7 +109,7 @@ def time_steps(
     lead_ms: float,
     seen_ms: float,
     own_worker: bool,
-) -> StepTimes[Any]:
+) -> StepTimes:
     """The times of `steps` equal steps that differ only in their growing context; more than one only without prefill.
 
     `lead_ms`, `seen_ms`: as the step before left them. `own_worker`: the worker is a process of its own, as vLLM's is

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from rackplan.simulator.cost import PoolCost
 from rackplan.simulator.decode_batch import DecodeBatch
-from rackplan.simulator.scheduler import RankPlan
+from rackplan.simulator.scheduler import RankPlan, Sequence
 
 
 class Prefill(NamedTuple):
@@ -42,15 +42,14 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     prefills: dict[int, Prefill] = {}
     chunks, prefill_tokens, admission_ms = 0, 0, 0.0
     widest = max(batch.requests) * width
-    for r, plan in plans.items():
-        if plan.chunks:
-            prefill = _prefill_of(plan)
-            prefills[r] = prefill
+    for r, (started, own_chunks, loads, _) in plans.items():
+        if own_chunks:
+            prefills[r] = prefill = _prefill_of(own_chunks)
             prefill_tokens += int(prefill.tokens)
-            chunks += len(plan.chunks)
+            chunks += len(own_chunks)
             widest = max(widest, prefill.tokens + batch.requests[r] * width)
-        if plan.started or plan.loads:
-            admission_ms = max(admission_ms, sum([cost.admission_ms(s.prompt_tokens) for s in plan.admitted]))
+        if admitted := started + loads:
+            admission_ms = max(admission_ms, sum([cost.admission_ms(s.prompt_tokens) for s in admitted]))
     dummies = batch.idle_ranks if len(batch.occupants) > 1 else 0
     return StepLoad(
         prefills,
@@ -64,9 +63,9 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     )
 
 
-def _prefill_of(plan: RankPlan) -> Prefill:
+def _prefill_of(chunks: list[tuple[Sequence, int]]) -> Prefill:
     tokens, pairs, context = 0, 0.0, 0
-    for seq, new in plan.chunks:
+    for seq, new in chunks:
         cached = seq.computed_tokens
         tokens += new
         pairs += new * (cached + 0.5 * new)

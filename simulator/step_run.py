@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rackplan.simulator.cost import FloatArray, SharedTime
+from rackplan.simulator.cost import SharedTime
 from rackplan.simulator.request import NS_PER_MS
 from rackplan.simulator.step import StepTimes
 
@@ -23,47 +23,27 @@ class StepSums(NamedTuple):
 
 
 class OneStep:
-    """A single step, which nothing can cut. `walls_ns`: how long each step of the run takes; `end_ns`: when it ends;
-    `next_lead_ms`, `next_seen_ms`: see StepTimes."""
+    """A single step, which nothing can cut. `end_ns`: when it ends; `delivery_ns`: how long after its end the step
+    before hands on its tokens, since this one's launch comes first; `next_lead_ms`, `next_seen_ms`: see StepTimes."""
 
-    __slots__ = ("_times", "end_ns", "wall_ns")
+    __slots__ = ("_times", "_wall_ns", "delivery_ns", "end_ns", "next_lead_ms", "next_seen_ms")
     steps = 1
 
-    def __init__(self, times: StepTimes[float], now_ns: int) -> None:
-        self._times = times
-        self.wall_ns = max(1, round(times.wall_ms * NS_PER_MS))
-        self.end_ns = now_ns + self.wall_ns
+    def __init__(self, times: StepTimes, now_ns: int) -> None:
+        wall_ms, _, lead_ms, self.next_lead_ms, _, self.next_seen_ms, launch_ms, *_ = self._times = times
+        self._wall_ns = max(1, round(wall_ms * NS_PER_MS))
+        self.end_ns = now_ns + self._wall_ns
+        self.delivery_ns = round((launch_ms - lead_ms) * NS_PER_MS) if launch_ms > lead_ms else 0
 
     @property
     def walls_ns(self) -> list[int]:
-        return [self.wall_ns]
-
-    @property
-    def delivery_ns(self) -> int:
-        """How long after its end the step before hands on its tokens: this one's launch comes first."""
-        times = self._times
-        return round(max(0.0, times.launch_ms - times.lead_ms) * NS_PER_MS)
-
-    @property
-    def next_lead_ms(self) -> float:
-        return self._times.next_lead_ms
-
-    @property
-    def next_seen_ms(self) -> float:
-        return self._times.next_seen_ms
+        """How long each step of the run takes."""
+        return [self._wall_ns]
 
     def sums(self) -> StepSums:
         """Of the step."""
-        t = self._times
-        return StepSums(
-            1,
-            float(self.wall_ns),
-            t.gpu_ms,
-            t.wall_ms - t.wall_without_sync_ms,
-            t.attention_ms,
-            t.attention_mean_ms,
-            t.shared,
-        )
+        wall_ms, without_sync_ms, _, _, _, _, _, gpu_ms, attention_ms, mean_ms, shared = self._times
+        return StepSums(1, float(self._wall_ns), gpu_ms, wall_ms - without_sync_ms, attention_ms, mean_ms, shared)
 
 
 class StepRun:
@@ -72,7 +52,7 @@ class StepRun:
 
     __slots__ = ("_begins_ns", "_ends_ns", "_times", "_walls_ns", "steps")
 
-    def __init__(self, times: StepTimes[FloatArray], now_ns: int) -> None:
+    def __init__(self, times: StepTimes, now_ns: int) -> None:
         self._times = times
         self._walls_ns = np.maximum(1, np.rint(times.wall_ms * NS_PER_MS)).astype(np.int64)
         self._ends_ns = now_ns + np.cumsum(self._walls_ns)
