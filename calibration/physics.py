@@ -186,19 +186,10 @@ class PhysicalCost:
         latency_ms, volume_ms = self._communication_ms(padded, prefill_share, narrow_share)
         # All-to-all brings the hottest GPU its tokens' activations too; all-gather brings every GPU the same.
         crowding_ms = volume_ms * (1 / balancedness - 1) if c.all_to_all else 0.0
-        target = SharedTime(
-            dense=dense_ms,
-            moe=full_ms + thin_ms,
-            ep_imbalance=full_excess + thin_excess + crowding_ms,
-            communication=latency_ms + volume_ms,
-            draft=0.0,
-        )
-        if self.drafts or self.pool.offload.group_size:
-            return target._replace(
-                draft=self._draft_ms(widest, total) if self.drafts else 0.0,
-                weight_wait=self._weight_wait_ms(sum(target)) if self.pool.offload.group_size else 0.0,
-            )
-        return target
+        target = (dense_ms, full_ms + thin_ms, full_excess + thin_excess + crowding_ms, latency_ms + volume_ms)
+        draft_ms = self._draft_ms(widest, total) if self.drafts else 0.0
+        wait_ms = self._weight_wait_ms(sum(target)) if self.pool.offload.group_size else 0.0
+        return SharedTime(*target, draft_ms, wait_ms)
 
     def _weight_wait_ms(self, layers_ms: float) -> float:
         """Waiting for experts that lie in host memory, over the step.

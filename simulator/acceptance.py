@@ -40,7 +40,8 @@ class Acceptance:
 
     def _draw(self, request_id: int) -> float:
         while request_id >= len(self._normal):
-            self._normal = np.concatenate([self._normal, self._rng.standard_normal(4096)])
+            more = self._rng.standard_normal(max(4096, len(self._normal)))
+            self._normal = np.concatenate([self._normal, more])
         return float(self._normal[request_id])
 
 

@@ -1,15 +1,26 @@
 """Simulated time: SimPy's environment counting whole nanoseconds."""
 
 from collections.abc import Callable
-from heapq import heappop
+from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Any
 
 import simpy
+from simpy.events import NORMAL
+
+
+class _Call:
+    """What SimPy's queue holds of a call that is to come."""
+
+    __slots__ = ("call", "value")
+
+    def __init__(self, call: Callable[[Any], None], value: Any) -> None:
+        self.call, self.value = call, value
 
 
 class Clock(simpy.Environment):
-    """An environment whose `now` is an integer, because every delay it is given is. Events come in SimPy's order."""
+    """An environment whose `now` is an integer, because every delay it is given is. Events come in SimPy's order: by
+    time, then as they were scheduled."""
 
     now: int = property(attrgetter("_now"))  # type: ignore[assignment]
 
@@ -18,18 +29,14 @@ class Clock(simpy.Environment):
         # SimPy binds these once for an instance of its own class, but at every use for one of a subclass.
         self.timeout, self.event = self.timeout, self.event  # type: ignore[method-assign]
 
-    def after(self, delay_ns: int, call: Callable[[simpy.Event], None], value: Any = None) -> None:
-        """Call `call` with an event of `value` when `delay_ns` have passed."""
-        event = self.timeout(delay_ns, value)
-        assert event.callbacks is not None
-        event.callbacks.append(call)
+    def after(self, delay_ns: int, call: Callable[[Any], None], value: Any) -> None:
+        """Call `call(value)` when `delay_ns` have passed: a timeout without what a process needs of one."""
+        heappush(self._queue, (self._now + delay_ns, NORMAL, next(self._eid), _Call(call, value)))  # type: ignore[misc]
 
     def step(self) -> None:
-        """Process the timeouts that are next, which cannot fail and must not be what a run ends with, and one event."""
+        """Make the calls that come next, then process one event."""
         queue = self._queue
-        while queue and type(queue[0][3]) is simpy.Timeout:
-            self._now, _, _, event = heappop(queue)
-            callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]
-            for callback in callbacks:
-                callback(event)
+        while queue and type(queue[0][3]) is _Call:
+            self._now, _, _, due = heappop(queue)
+            due.call(due.value)
         super().step()

@@ -26,7 +26,8 @@ def _cells(n: int) -> tuple[array, np.ndarray]:
 class DecodeBatch:
     """`requests`, `growth`, `held` (ranks,): decoding requests, tokens that they add per step, and KV tokens of prompts
     in prefill or hand-over. `step`: lockstep steps so far; `running`: decoding requests of all ranks. `occupants`
-    (ranks,): requests that decode or are in prefill; `idle_ranks`: ranks without any.
+    (ranks,): requests that decode or are in prefill; `idle_ranks`: ranks without any. `roomy_until`: no rank runs out
+    of KV up to this step, and maybe none later.
     """
 
     def __init__(self, ranks: list[Rank], kv_tokens: int, acceptance: Acceptance) -> None:
@@ -41,7 +42,7 @@ class DecodeBatch:
         self._ranks, self._kv_tokens, self._acceptance = ranks, kv_tokens, acceptance
         self._ends: list[tuple[int, int, Sequence]] = []
         self._started = 0
-        self._roomy_until = 2**62  # no rank runs out of KV up to this step; it may be later
+        self.roomy_until = 2**62
 
     def enter(self, r: int, requests: int) -> None:
         """`requests` more are on rank `r`."""
@@ -58,7 +59,8 @@ class DecodeBatch:
     def hold(self, r: int, tokens: int) -> None:
         """`tokens` of KV are taken by a prompt in prefill or hand-over."""
         self.held[r] += tokens
-        self._bound_room(r)
+        if self.growth[r]:
+            self._bound_room(r)
 
     def start(self, seq: Sequence, tokens: int, context: int) -> None:
         """`seq`, which has entered, decodes `tokens` further tokens from the next step on, from a context of `context`.
@@ -122,7 +124,7 @@ class DecodeBatch:
 
     def steps_with_room(self, steps: int) -> int:
         """At most `steps`, fewer where KV runs out before; 0 where it does in the next step."""
-        if self.step + steps <= self._roomy_until:
+        if self.step + steps <= self.roomy_until:
             return steps
         room = self._kv_tokens - self._held_vector - self.contexts()
         if (room < self.growth_vector * steps).any():
@@ -131,19 +133,16 @@ class DecodeBatch:
 
     def ranks_short_of_room(self) -> list[int]:
         """Ranks whose next step finds no KV."""
-        if self.step < self._roomy_until:
-            return []
         short = self.contexts() + self.growth_vector + self._held_vector > self._kv_tokens
-        self._roomy_until = 2**62
-        for r in range(len(self.occupants)):
-            self._bound_room(r)
+        self.roomy_until = 2**62
+        for r, requests in enumerate(self.requests):
+            if requests:
+                self._bound_room(r)
         return np.flatnonzero(short).tolist() if short.any() else []
 
     def _bound_room(self, r: int) -> None:
-        """Keep `_roomy_until` true of rank `r`, which holds or adds more than before. What frees KV only puts it off.
-        """
-        growth = self.growth[r]
-        if growth:
-            until = self.step + int((self.room(r, self.step) - SPARE_TOKENS) / growth)
-            if until < self._roomy_until:
-                self._roomy_until = until
+        """Keep `roomy_until` true of rank `r`, which decodes and holds or adds more than before. What frees KV only
+        puts it off."""
+        until = self.step + int((self.room(r, self.step) - SPARE_TOKENS) / self.growth[r])
+        if until < self.roomy_until:
+            self.roomy_until = until

@@ -116,12 +116,14 @@ class Instance:
     def _live(self) -> Generator[simpy.Event, Any, None]:
         env, ranks, batch = self.env, self.ranks, self._batch
         while True:
-            ranks.preempt_for_growth()
-            plans = ranks.plan(env.now, env.now - round(self._seen_ms * NS_PER_MS))
+            if batch.step >= batch.roomy_until:
+                ranks.preempt_for_growth()
+            now = env.now
+            plans = ranks.plan(now, now - round(self._seen_ms * NS_PER_MS))
             if not plans and not batch.running:
                 self._lead_ms = self._seen_ms = 0.0
                 self._deliver(0)
-                plans = ranks.plan(env.now, env.now + 1)  # nothing runs: all that is here is seen
+                plans = ranks.plan(now, now + 1)  # nothing runs: all that is here is seen
             if not plans and not batch.running:
                 yield from self._wait_for_work()
                 continue
@@ -172,12 +174,9 @@ class Instance:
             if seq.first_token_ns < 0 and not self._prefills:
                 seq.first_token_ns = self.env.now + delay_ns
             if ended and delay_ns:
-                self.env.after(delay_ns, self._delivered, seq)
+                self.env.after(delay_ns, self._hand_on, seq)
             elif ended:
                 self._hand_on(seq)
-
-    def _delivered(self, event: simpy.Event) -> None:
-        self._hand_on(event.value)
 
     def _hand_on(self, seq: Sequence) -> None:
         if self._prefills:

@@ -8,8 +8,6 @@ when the decode rank has KV room for it; until then the prompt stays on the pref
 
 from collections import deque
 
-import simpy
-
 from rackplan.engine import ModelSpec
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import TransferCost
@@ -83,8 +81,8 @@ class KvTransfers:
         self.transfer_ns += arrive - now
         self.env.after(arrive - now, self._arrive, (seq, source, target, instance))
 
-    def _arrive(self, event: simpy.Event) -> None:
-        seq, source, target, instance = event.value
+    def _arrive(self, hand_over: tuple[Sequence, Instance, Sequence, Instance]) -> None:
+        seq, source, target, instance = hand_over
         source.release(seq)
         instance.kv_loading -= 1
         target.ready_ns = self.env.now

@@ -78,7 +78,7 @@ class Ranks:
                 self.pool,
                 now_ns=now_ns,
                 visible_before_ns=visible_before_ns,
-                room_tokens=batch.room(r, batch.step + 1),
+                room_tokens=batch.room(r, batch.step + 1) if rank.waiting else 0.0,
                 draft_tokens=model.acceptance.draft_tokens,
                 replay_tokens=model.replay_tokens,
             )
@@ -96,8 +96,8 @@ class Ranks:
             batch.enter(r, admitted)
             if admitted > self.most_admitted:
                 self.most_admitted = admitted
-        for seq in started:
-            batch.hold(r, seq.prompt_tokens)
+        if started:
+            batch.hold(r, sum([seq.prompt_tokens for seq in started]))
         for seq in loads:
             batch.held[r] -= seq.prompt_tokens
             batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)

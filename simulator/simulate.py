@@ -240,9 +240,9 @@ class _Run:
             self.env.after(following.arrival_ns + self.frontend_ns - self.env.now, self._follow, following)
         self._check_done()
 
-    def _follow(self, event: simpy.Event) -> None:
+    def _follow(self, request: Request) -> None:
         self.in_flight -= 1
-        self._submit(event.value)
+        self._submit(request)
 
     def _check_done(self) -> None:
         if self._no_more and self.in_flight == 0 and not self._all_done.triggered:
