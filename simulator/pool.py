@@ -44,9 +44,10 @@ class PoolOfInstances:
         place = self.router.choose(request, self.loads)
         tokens = request.input_tokens
         if request.session >= 0:
-            if place in (self._home.get(request.session), self._home.get(request.prefix_session)):
+            home = self._home
+            if home.get(request.session) == place or home.get(request.prefix_session) == place:
                 tokens -= request.reuse_tokens
-            self._home[request.session] = place
+            home[request.session] = place
         instance, r = self._places[place]
         if instance.pool.role != "prefill":
             tokens += request.output_tokens

@@ -4,8 +4,10 @@ A request's way: arrival -> front end -> router -> prefill instance -> KV hand-o
 arrival -> front end -> router -> aggregated instance -> end.
 """
 
+import gc
 from array import array
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +94,19 @@ def simulate(
 ) -> SimResult:
     """Simulate. Raises InfeasibleError when a pool does not fit its GPUs, InputError when nothing arrives."""
     memory = check_memory(deployment)
-    return _Run(deployment, memory, workload, load, calibration, options).run()
+    with _rare_collections():
+        return _Run(deployment, memory, workload, load, calibration, options).run()
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Have Python look for cycles seldom: a run makes millions of objects and few cycles, and keeps many objects."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _Run:

@@ -47,7 +47,8 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
             prefills[r] = prefill = _prefill_of(own_chunks)
             prefill_tokens += int(prefill.tokens)
             chunks += len(own_chunks)
-            widest = max(widest, prefill.tokens + batch.requests[r] * width)
+            if (tokens := prefill.tokens + batch.requests[r] * width) > widest:
+                widest = tokens
         if admitted := started + loads:
             admission_ms = max(admission_ms, sum([cost.admission_ms(s.prompt_tokens) for s in admitted]))
     dummies = batch.idle_ranks if len(batch.occupants) > 1 else 0
