@@ -34,9 +34,20 @@ class Clock(simpy.Environment):
         heappush(self._queue, (self._now + delay_ns, NORMAL, next(self._eid), _Call(call, value)))  # type: ignore[misc]
 
     def step(self) -> None:
-        """Make the calls that come next, then process one event."""
+        """Make the calls and process the timeouts that come next, then one other event. A timeout cannot fail, and must
+        not be what a run ends with."""
         queue = self._queue
-        while queue and type(queue[0][3]) is _Call:
-            self._now, _, _, due = heappop(queue)
-            due.call(due.value)
+        while queue:
+            due = queue[0][3]
+            kind = type(due)
+            if kind is _Call:
+                self._now = heappop(queue)[0]
+                due.call(due.value)
+            elif kind is simpy.Timeout:
+                self._now = heappop(queue)[0]
+                callbacks, due.callbacks = due.callbacks, None
+                for callback in callbacks:
+                    callback(due)
+            else:
+                break
         super().step()

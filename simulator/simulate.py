@@ -252,14 +252,15 @@ class _Run:
         for following in self.source.finished(request, self.env.now):
             self.in_flight += 1  # so that the run does not end before it comes
             self.env.after(following.arrival_ns + self.frontend_ns - self.env.now, self._follow, following)
-        self._check_done()
+        if self._no_more:
+            self._check_done()
 
     def _follow(self, request: Request) -> None:
         self.in_flight -= 1
         self._submit(request)
 
     def _check_done(self) -> None:
-        if self._no_more and self.in_flight == 0 and not self._all_done.triggered:
+        if self.in_flight == 0 and not self._all_done.triggered:
             self._all_done.succeed()
 
     # -- result --------------------------------------------------------------------------------------------------
