@@ -10,7 +10,6 @@ from functools import lru_cache
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
-from scipy.special import ndtri
 
 from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
 from rackplan.simulator.cost import FloatArray, SharedTime
@@ -90,6 +89,8 @@ def padded_tokens(tokens: int, capture_limit: int) -> int:
 @lru_cache(maxsize=256)
 def _choice_shares(experts: int, top_k: int, sigma: float) -> np.ndarray:
     """Chance that a token chooses each expert (experts,), adding up to `top_k`: log-normal weights, none above 1."""
+    from scipy.special import ndtri  # slow to import, and not needed where routing is even
+
     weights = np.exp(sigma * ndtri((np.arange(experts) + 0.5) / experts))
     sure = np.zeros(experts, dtype=bool)
     while True:

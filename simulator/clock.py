@@ -38,7 +38,7 @@ class Clock(simpy.Environment):
         not be what a run ends with."""
         queue = self._queue
         while queue:
-            due = queue[0][3]
+            due: Any = queue[0][3]
             kind = type(due)
             if kind is _Call:
                 self._now = heappop(queue)[0]

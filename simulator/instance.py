@@ -6,7 +6,7 @@ falls in. Coalesced and step-by-step runs are the same, request by request.
 """
 
 from array import array
-from collections.abc import Callable, Generator, MutableSequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 import simpy
@@ -46,8 +46,8 @@ class Instance:
         self,
         env: Clock,
         model: InstanceModel,
-        load: MutableSequence[int],
-        load_tokens: MutableSequence[int],
+        load: memoryview,
+        load_tokens: memoryview,
         on_prefilled: Callable[[Sequence, "Instance"], None],
         on_finished: Callable[[Sequence, "Instance"], None],
     ) -> None:
@@ -197,9 +197,10 @@ class Instance:
         if self._wake is not None:
             if not self._wake.triggered:
                 self._wake.succeed()
-        elif self._run and not self.ranks.is_blocked(rank, kv_loaded):
-            if self._run.end_before_next_begin(self.env.now):
-                self._notice()
+            return
+        run = self._run
+        if run and not self.ranks.is_blocked(rank, kv_loaded) and run.end_before_next_begin(self.env.now):
+            self._notice()
 
     def _cut_run(self) -> None:
         """End the run of steps under way with the current step."""

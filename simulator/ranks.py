@@ -2,7 +2,6 @@
 them. Knows no clock: it is told the time, and says what a step hands on.
 """
 
-from collections.abc import MutableSequence
 
 from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.instance_model import InstanceModel
@@ -19,7 +18,7 @@ class Ranks:
     """
 
     def __init__(
-        self, model: InstanceModel, load: MutableSequence[int], load_tokens: MutableSequence[int]
+        self, model: InstanceModel, load: memoryview, load_tokens: memoryview
     ) -> None:
         self.model, self.pool = model, model.pool
         self.load, self.load_tokens = load, load_tokens

@@ -1,5 +1,6 @@
 """How long one lockstep step takes on the wall, and where its time went. Pure functions of a `PoolCost`."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -119,12 +120,17 @@ def time_steps(
     on tokens, as soon as a step ends on the GPU.
     """
     one = steps == 1
+    slowest: Any  # numbers of one step, arrays of several, and so is all that follows from them
     slowest, mean = _attention_of_step(cost, load, batch) if one else _attention_of_run(cost, batch, steps)
     widest, prefill = load.widest_tokens, load.prefill_tokens
     shared = cost.shared_ms(widest, load.total_tokens, prefill, load.prefill_chunks, balancedness)
     gpu = slowest + sum(shared)
     floor = cost.launch_floor_ms(widest, prefill > 0)
     host, sync = cost.host_ms(load.requests) + (load.admission_ms + extra_host_ms), sync_ms
+    wall: Any
+    lead: Any
+    next_lead: Any
+    without_sync: Any
     if not async_scheduling:
         wall = step_wall_ms(gpu, floor, host, sync, 0.0, async_scheduling)
         none = 0.0 if one else np.zeros(steps)
@@ -141,17 +147,22 @@ def time_steps(
     return StepTimes(wall, without_sync, lead, next_lead, seen, next_seen, launch, gpu, slowest, mean, shared)
 
 
+def _of_numbers(cost: PoolCost) -> Callable[..., Any]:
+    """`cost.attention_ms`, typed for numbers too."""
+    return cost.attention_ms
+
+
 def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tuple[float, float]:
     """(slowest rank's, mean over ranks) attention time of one step, ms."""
-    n = len(batch.requests)
+    n, attention_ms = len(batch.requests), _of_numbers(cost)
     if n > FEW_RANKS:
-        prefill = np.zeros((3, n)) if load.prefills else NO_PREFILL
+        prefill: Any = np.zeros((3, n)) if load.prefills else NO_PREFILL
         for r, own in load.prefills.items():
             prefill[:, r] = own
-        times = cost.attention_ms(*prefill, batch.request_vector, batch.contexts())
+        times = attention_ms(*prefill, batch.request_vector, batch.contexts())
         return float(np.maximum.reduce(times)), float(np.add.reduce(times)) / n
     each = [
-        cost.attention_ms(*load.prefills.get(r, NO_PREFILL), requests, batch.context(r)) if batch.occupants[r] else 0.0
+        attention_ms(*load.prefills.get(r, NO_PREFILL), requests, batch.context(r)) if batch.occupants[r] else 0.0
         for r, requests in enumerate(batch.requests)
     ]
     if n >= PAIRWISE:
@@ -165,7 +176,7 @@ def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tu
 def _attention_of_run(cost: PoolCost, batch: DecodeBatch, steps: int) -> tuple[FloatArray, FloatArray]:
     """The same of `steps` steps of decoding requests, (steps,) each."""
     context = batch.contexts() + batch.growth_vector * np.arange(steps)[:, None]
-    times = cost.attention_ms(*NO_PREFILL, batch.request_vector, context)
+    times = _of_numbers(cost)(*NO_PREFILL, batch.request_vector, context)
     n = times.shape[1]
     if n == 1:
         return times[:, 0], times[:, 0]
