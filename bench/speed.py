@@ -139,7 +139,8 @@ def aisimulate_command(case: Case, peers: Path, requests: Path, folder: Path) ->
     source = {"type": "trace", "paths": [str(requests)], "format": "mooncake"}
     config = folder / "aisimulate.yaml"
     # JSON is YAML.
-    config.write_text(json.dumps({"traffic": {"source": source, "load": {"type": "trace_timestamps"}}, "engine": engine}))
+    traffic = {"source": source, "load": {"type": "trace_timestamps"}}
+    config.write_text(json.dumps({"traffic": traffic, "engine": engine}))
     out = ["--output-dir", str(folder / "aisimulate"), "--overwrite"]
     return [str(peers / "aisimulate" / "bin" / "aisimulate"), "predict", "-c", str(config), *out]
 
