@@ -1,5 +1,5 @@
-"""Small random runs give what they gave before, to the nanosecond. Only exact arithmetic and Python's own random numbers
-are in them, so the digests hold on every machine and with every numpy.
+"""Small random runs give what they gave before, to the nanosecond. Only exact arithmetic and Python's own random
+numbers are in them, so the digests hold on every machine and with every numpy.
 
 Where a change is meant to change results, write the digests anew: python tests/test_golden_runs.py
 """

@@ -1,5 +1,5 @@
-"""What a run costs, counted: Python calls per request, steps that are timed, ranks that are planned. Counts are the same
-on every machine, so a slower algorithm fails here without a clock. Bounds are some 15 % above what stands.
+"""What a run costs, counted: Python calls per request, steps that are timed, ranks that are planned. Counts are the
+same on every machine, so a slower algorithm fails here without a clock. Bounds are some 15 % above what stands.
 docs/performance.md has the times.
 """
 
