@@ -103,6 +103,13 @@ def ranks_per_node(pool: Pool, devices: int) -> tuple[int, int]:
     return nodes, pool.dep // nodes
 
 
+def pool_names(deployment: Deployment) -> list[str]:
+    """A name for every pool, in order: its role, a role's later ones with their place ("prefill", "prefill-1")."""
+    roles = [p.role for p in deployment.pools]
+    places = [roles[:i].count(r) for i, r in enumerate(roles)]
+    return [r + (f"-{n}" if n else "") for r, n in zip(roles, places, strict=True)]
+
+
 def numbered_instances(deployment: Deployment) -> list[tuple[Pool, int]]:
     """(pool, number) of every instance, pools in order; numbers run on over the pools of a role."""
     seen: Counter[str] = Counter()

@@ -489,6 +489,24 @@ def test_a_cluster_that_could_not_be_is_refused(changes, problem):
         cluster_of(**changes)
 
 
+def test_a_gpu_that_is_in_no_cluster_is_refused():
+    deployment = parse_deployment(
+        {"model": "deepseek-v2-lite", "gpu": "cpu", "pools": [{"role": "aggregated", "instances": 1, "dep": 8}]}
+    )
+    with pytest.raises((InputError, InfeasibleError), match="cpu"):
+        render_cluster("lws", deployment, cluster_of())
+
+
+def test_two_pools_of_one_role_are_two_sets():
+    pools = [{"role": "prefill", "instances": 1, "dep": d} for d in (2, 4)]
+    deployment = deployment_of(pools=[*pools, {"role": "decode", "instances": 1, "dep": 8}])
+    made = objects(render_cluster("lws", deployment, cluster_of()))
+    sets = [t["metadata"]["name"] for t in made if t["kind"] == "LeaderWorkerSet"]
+    assert sets == ["ds-prefill", "ds-prefill-1", "ds-decode"]
+    with pytest.raises(InputError, match="two pools of one role"):
+        render_cluster("llm-d", deployment, cluster_of())
+
+
 # -- the shell script ---------------------------------------------------------------------------------------------
 
 

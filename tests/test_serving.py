@@ -440,3 +440,22 @@ def test_the_drafts_experts_must_lie_evenly_on_prefill_servers_too():
     assert server_commands(
         parse_deployment({**data, "speculation": {"draft_tokens": 0}}), Placement(model="m", hosts=tuple("abcdef"))
     )
+
+
+def test_servers_of_two_pools_of_one_role_have_names_of_their_own():
+    pools = [{"role": "prefill", "instances": 2, "dep": d} for d in (1, 2)]
+    pools += [{"role": "decode", "instances": 1, "dep": 2}]
+    deployment = parse_deployment({"model": "deepseek-v2-lite", "gpu": "h200", "pools": pools})
+    assert [c.name for c in server_commands(deployment, CUDA)] == [*(f"prefill-{i}" for i in range(4)), "decode-0"]
+
+
+def test_another_patch_of_a_release_is_asked_itself(monkeypatch):
+    asked = {"engine": "0.33.7", "environment": [], "flags": [{"names": ["--new"]}]}
+    monkeypatch.setattr("rackplan.engine.parser_table.installed_version", lambda: "0.33.7")
+    monkeypatch.setattr("rackplan.engine.parser_table.record", lambda: asked)
+    parser_table.cache_clear()
+    try:
+        assert set(parser_table("0.33").flags) == {"--new"}
+        assert "--max-num-seqs" in parser_table("0.32").flags
+    finally:
+        parser_table.cache_clear()
