@@ -1,7 +1,7 @@
 """CPU time that the step log adds to a step. Run: `.venv-engine/bin/python tests_engine/step_log_cost.py`.
 
-One step of B decoding requests, planned by vLLM's own scheduler without a model, is described and written again and again;
-the least of several rounds, so that other work on the machine counts little.
+One step of B decoding requests, planned by vLLM's own scheduler without a model, is described and written again and
+again; the least of several rounds, so that other work on the machine counts little.
 """
 
 import os
