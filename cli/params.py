@@ -132,6 +132,9 @@ NoCanary = Annotated[bool, typer.Option("--no-canary", help="Keep it once it is 
 ProfileDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="The profile's folder; a cut one goes on.")]
 Budget = Annotated[float, _time("--budget", "Wall time that the profile may take.")]
 ProfiledModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or a known name.")]
+Checkpoint = Annotated[
+    str | None, typer.Option("--checkpoint", metavar="PATH", help="What vLLM loads. Default: the model's own.")
+]
 ProfiledGpus = Annotated[int, _whole("--gpus", 1, "N", "GPUs of this machine to use.", 64)]
 InputTokens = Annotated[int, _whole("--input-tokens", 1, "N", "Prompt tokens of the served loads.")]
 OutputTokens = Annotated[int, _whole("--output-tokens", 2, "N", "Output tokens of the served loads.")]

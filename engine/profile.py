@@ -59,7 +59,8 @@ class Profile(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """What to profile. `gpus`: ranks 1, 2, 4 ... up to it; `budget_s`: of wall time; `input_tokens`, `output_tokens`:
+    """What to profile. `checkpoint`: what vLLM loads, None for the model's own; `gpus`: ranks 1, 2, 4 ... up to it;
+    `budget_s`: of wall time; `input_tokens`, `output_tokens`:
     of the served requests; `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`: of every rank."""
 
     model: str
@@ -68,6 +69,7 @@ class ProfileRequest:
     python: str
     engine_version: EngineVersion
     budget_s: float
+    checkpoint: str | None = None
     port: int = 8000
     input_tokens: int = 2048
     output_tokens: int = 256
@@ -137,7 +139,7 @@ class ProfileRequest:
             deployment=deployment,
             device=self.device,
             engine_version=self.engine_version,
-            model=deployment.model_spec.checkpoint or self.model,
+            model=self.checkpoint or deployment.model_spec.checkpoint or self.model,
             python=self.python,
             port=self.port,
         )
