@@ -159,8 +159,8 @@ class StepLog:
 class RackplanScheduler(Scheduler):
     """vLLM's scheduler with the step log and the cap, for engines without async scheduling.
 
-    Raises ValueError at construction if its environment is wrong or it is the wrong one of the two classes, RuntimeError
-    if vLLM lacks a hook; each ends the engine's start.
+    Raises ValueError at construction if its environment is wrong or it is the wrong one of the two classes,
+    RuntimeError if vLLM lacks a hook; each ends the engine's start.
     """
 
     for_async_scheduling = False
