@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from rackplan.calibration.file import Transfer
-from rackplan.calibration.served import read_served, stalls_ms
+from rackplan.calibration.readers.bench_serve import read_bench_serve
+from rackplan.calibration.served import stalls_ms
 from rackplan.engine import Deployment, model_spec, parse_deployment
 
 CAMPAIGN = Path(__file__).parent / "data" / "h200_dsv2lite" / "campaign"
@@ -93,7 +94,7 @@ def eager_launch_ep_ms() -> float:
 
     An instance of several GPUs has its workers in processes of their own: tokens leave when a step ends on the GPU, so
     running requests see the launch less what the host was ahead, which was the GPU time of the step before."""
-    return float(np.mean(stalls_ms(read_served(CAMPAIGN / f"bench_serve_{LAUNCH_RUN}.json.gz"))))
+    return float(np.mean(stalls_ms(read_bench_serve(CAMPAIGN / f"bench_serve_{LAUNCH_RUN}.json.gz"))))
 
 
 def lone_prompt_ms() -> float:
@@ -114,7 +115,7 @@ def transfer() -> Transfer:
     nixl = {r["run"]: r for r in csv.DictReader((CAMPAIGN / NIXL_FILE).open())}[TRANSFER_RUN]
     prefilled, first = _proxy_times("prefill_done_ms", "first_token_ms")
     handed_ms = float((first - prefilled).mean())
-    run = read_served(CAMPAIGN / f"bench_serve_{TRANSFER_RUN}.json.gz")
+    run = read_bench_serve(CAMPAIGN / f"bench_serve_{TRANSFER_RUN}.json.gz")
     step_ms = float(np.mean([np.diff(t).mean() for t in run.token_s])) * 1e3
     run_bytes = float(nixl["mean_mb"]) * 1e6
     blocks = run_bytes / model_spec(MODEL).kv_bytes_per_token / KV_BLOCK_TOKENS

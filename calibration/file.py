@@ -60,8 +60,10 @@ class CalibrationFile(_Part):
     `coefficient_intervals`: 90 % intervals of what was fitted (bootstrap, or the fit's curvature where rows are few).
     `older_engines`: by name, the coefficients of an engine before some fix, where they differ; `fixes`: prefill costs
     that later engines removed (EngineFix).
-    `profile_fixed_ms`: what profiles of exact batches hold beyond a served step, which is what is predicted.
-    `target_sigma`, `draft_sigma`: log-normal skew of expert popularity. `notes`: what is carried or unidentified.
+    `profile_fixed_ms`: what profiles of exact batches hold beyond a served step, which is what is predicted; negative
+    where the served step holds the host's loop too.
+    `target_sigma`, `draft_sigma`: log-normal skew of expert popularity. `carried`: coefficients that no row of this
+    profile told, taken from physics or another calibration. `notes`: what is carried or unidentified.
     """
 
     name: str
@@ -76,13 +78,14 @@ class CalibrationFile(_Part):
     coefficient_intervals: dict[str, tuple[float, float]] = {}
     transfer: Transfer
     frontend_ms: float = Field(ge=0, le=MOST_MS)
-    profile_fixed_ms: float = Field(0.0, ge=0)
+    profile_fixed_ms: float = Field(0.0, le=MOST_MS)
     target_sigma: float = Field(ge=0)
     draft_sigma: float = Field(ge=0)
     measured: dict[str, MeasuredRange]
     errors: dict[str, FitError]
     fixes: dict[str, EngineFix] = {}
     older_engines: dict[str, dict[str, float]] = {}
+    carried: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @field_validator("coefficients")
@@ -102,9 +105,13 @@ class CalibrationFile(_Part):
             raise ValueError(f"{missing[0]} is missing")
         return found
 
+    def to_json(self) -> str:
+        """The file's text; `parse_calibration` reads it back."""
+        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+
     def save(self, path: Path) -> None:
-        """Write the file as JSON to `path`; `parse_calibration` reads it back."""
-        path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
+        """Write the file to `path`."""
+        path.write_text(self.to_json())
 
 
 class FittedCalibration:

@@ -7,12 +7,11 @@ docs/model/calibration.md says why.
 
 import csv
 from collections import defaultdict
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
 
-from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
+from rackplan.calibration.batch import Batch, gpu_terms_ms
 from rackplan.calibration.campaign import (
     GPU,
     LAUNCH_RUN,
@@ -27,25 +26,19 @@ from rackplan.calibration.campaign import (
     transfer,
 )
 from rackplan.calibration.figures import cpu_side
-from rackplan.calibration.file import CalibrationFile, FitError, MeasuredRange
+from rackplan.calibration.file import CalibrationFile, MeasuredRange
 from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, solve, summarise
-from rackplan.calibration.h200_rows import (
-    DATA,
-    FORWARD_FILES,
-    PROFILES,
-    SERVED_PROMPT,
-    Row,
-    profile_rows,
-    served_rows,
-)
-from rackplan.calibration.physics import Coefficients, PhysicalCost
+from rackplan.calibration.gpu_fit import GpuFit
+from rackplan.calibration.h200_rows import DATA, FORWARD_FILES, PROFILES, profile_rows, served_rows
+from rackplan.calibration.physics import Coefficients
+from rackplan.calibration.readers.bench_serve import read_bench_serve
+from rackplan.calibration.records import ServedRun
+from rackplan.calibration.rows import Row
 from rackplan.calibration.served import (
-    ServedRun,
     decode_intervals_ms,
     frontend_ms,
     launch_floors_ms,
     prompt_steps,
-    read_served,
 )
 from rackplan.engine import Deployment, parse_deployment
 
@@ -97,59 +90,18 @@ NOTES = (
     "Prefill beyond 16,384 new tokens in one chunk is under-predicted by 6 %: causal pairs cost more than cached ones.",
 )
 
-
-_POOLS = {dep: deployment_of(MODEL, GPU, dep=dep) for dep in (1, 2)}
-_NO_HOST = {"host_step_ms": 0.0, "ring_hop_ms": 0.0, "doubling_round_ms": 0.0, "nccl_sync_ms": 0.0}
-
-
-def predict_ms(values: dict[str, float], rows: list[Row]) -> np.ndarray:
-    """GPU time of each row, ms, at these coefficients and PROFILE_ONLY's: exact batches have its constant and route
-    evenly."""
-    served = {**_NO_HOST, **ASSUMED, **{k: v for k, v in values.items() if k not in PROFILE_ONLY}}
-    kinds = {True: served, False: {**served, "routing_sigma": 0.0}}
-    costs = {
-        (dep, kind): PhysicalCost(Coefficients.model_validate(kinds[kind]), *_POOLS[dep])
-        for dep, kind in {(r.dep, r.served) for r in rows}
-    }
-    gpu = np.array([sum(gpu_terms_ms(costs[r.dep, r.served], r.batch, dep=r.dep).values()) for r in rows])
-    return gpu + np.array([0.0 if r.served else values["profile_fixed_ms"] for r in rows])
-
-
-def error_pct(values: dict[str, float], rows: list[Row]) -> np.ndarray:
-    """Signed errors of the GPU time of `rows`, % of what was measured, (rows,)."""
-    return (predict_ms(values, rows) / np.array([r.measured_ms for r in rows]) - 1) * 100
-
-
-def fit_gpu(rows: list[Row], start: dict[str, float] | None = None) -> Solution:
-    """Least squares over relative errors of `rows`, from `start` or the unknowns' own starts."""
-    measured = np.array([r.measured_ms for r in rows])
-    unknowns = {k: u._replace(start=start[k] or u.start) for k, u in ALL_UNKNOWNS.items()} if start else ALL_UNKNOWNS
-    weight = np.sqrt([SERVED_WEIGHT if r.served else 1.0 for r in rows])
-    return solve(unknowns, lambda values: weight * (predict_ms(values, rows) / measured - 1))
-
-
-def holdout_pct(rows: list[Row], values: dict[str, float]) -> dict[str, list[float]]:
-    """Errors by metric when every row's context, then every row's batch, is left out of the fit. Served rows have one
-    context, without which nothing would tell how serving routes; they are left out by batch alone."""
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    for i, row in enumerate(rows):
-        b = row.batch
-        if not row.served:
-            groups[("context", b.chunks, b.cached_tokens, b.context_tokens)].append(i)
-        groups[("batch", b.new_tokens, b.decodes)].append(i)
-    errors: dict[str, list[float]] = defaultdict(list)
-    for left_out in groups.values():
-        kept = [r for i, r in enumerate(rows) if i not in set(left_out)]
-        refit = fit_gpu(kept, values).values
-        for i, error in zip(left_out, error_pct(refit, [rows[i] for i in left_out]), strict=True):
-            errors[rows[i].metric].append(float(error))
-    return errors
+GPU_FIT = GpuFit(
+    model=MODEL,
+    gpu=GPU,
+    unknowns=ALL_UNKNOWNS,
+    assumed=ASSUMED,
+    weight=lambda row: SERVED_WEIGHT if row.served else 1.0,
+)
 
 
 def _one_token_experts_ms(values: dict[str, float], batch: Batch) -> float:
     """GPU time of a decode batch whose requests are all alike and so choose the experts of one token."""
-    own = {k: v for k, v in values.items() if k in UNKNOWNS}
-    cost = PhysicalCost(Coefficients.model_validate({**_NO_HOST, **ASSUMED, **own}), *_POOLS[1])
+    cost = GPU_FIT.cost(values, dep=1, served=True)
     terms = gpu_terms_ms(cost, batch, dep=1)
     alone = gpu_terms_ms(cost, Batch(decodes=1, context_tokens=batch.context_tokens), dep=1)
     return sum(terms.values()) - terms["moe"] + alone["moe"]
@@ -177,17 +129,6 @@ def fit_host(values: dict[str, float]) -> tuple[dict[str, float], list[float]]:
     return found.values, (found.residuals * 100).tolist()
 
 
-def _errors(rows: list[Row], values: dict[str, float], host_pct: list[float]) -> dict[str, FitError]:
-    held, fitted = holdout_pct(rows, values), defaultdict(list)
-    for row, error in zip(rows, error_pct(values, rows), strict=True):
-        fitted[row.metric].append(float(error))
-    pooled = {m: summarise(fitted[m], held[m]) for m in fitted}
-    for phase in ("decode", "prefill", "all"):
-        metrics = [m for m in fitted if "_gpu_" in m and (phase == "all" or m.startswith(phase))]
-        pooled[phase] = summarise([e for m in metrics for e in fitted[m]], [e for m in metrics for e in held[m]])
-    return {**pooled, "decode_loop_wall": summarise(host_pct, host_pct)}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """All that is found: coefficients by name, the front end's ms, the GPU solution and its rows, host errors in %."""
@@ -202,7 +143,7 @@ class Fit:
 
 def served_runs() -> list[ServedRun]:
     """The client runs that are embedded, in a fixed order."""
-    return [read_served(path) for path in SERVED_RUNS.values()]
+    return [read_bench_serve(path) for path in SERVED_RUNS.values()]
 
 
 def served_deployment() -> Deployment:
@@ -221,9 +162,9 @@ def fit() -> Fit:
     runs = served_runs()
     intervals = decode_intervals_ms(runs)
     rows = profile_rows() + served_rows(intervals.items())
-    gpu = fit_gpu(rows)
+    gpu = GPU_FIT.fit(rows)
     host, host_pct = fit_host(gpu.values)
-    steps = [prompt_steps(run, SERVED_PROMPT) for run in runs]
+    steps = [prompt_steps(run) for run in runs]
     piecewise, eager = launch_floors_ms(steps, CAPTURED_TOKENS)
     front_ms = frontend_ms(steps)
     alone = lone_prompt_ms() - front_ms
@@ -233,9 +174,8 @@ def fit() -> Fit:
         "eager_decode_launch_ms": eager - alone,
         "eager_ep_launch_ms": eager_launch_ep_ms() - eager,
     }
-    own = {k: v for k, v in gpu.values.items() if k in UNKNOWNS}
     return Fit(
-        coefficients={**cpu_side(), **dp_sync_ms(), **ASSUMED, **own, **host, **floors},
+        coefficients={**cpu_side(), **dp_sync_ms(), **GPU_FIT.coefficients(gpu.values), **host, **floors},
         profile_fixed_ms=gpu.values["profile_fixed_ms"],
         frontend_ms=front_ms,
         rows=rows,
@@ -266,7 +206,10 @@ def build() -> CalibrationFile:
         target_sigma=found.coefficients["routing_sigma"],
         draft_sigma=0.0,
         measured={"decode": decode, "prefill": prefill},
-        errors=_errors(found.rows, found.gpu.values, found.host_pct),
+        errors={
+            **GPU_FIT.errors(found.rows, found.gpu.values),
+            "decode_loop_wall": summarise(found.host_pct, found.host_pct),
+        },
         notes=NOTES,
     )
 

@@ -1,11 +1,11 @@
 """Measured GPU times of batches: the rows that fits on H200 compare with. Sources: data/h200_dsv2lite."""
 
-import csv
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from rackplan.calibration.batch import Batch
+from rackplan.calibration.readers.forward_csv import forward_rows
+from rackplan.calibration.rows import Row
 
 DATA = Path(__file__).parent / "data"
 PROFILES = DATA / "h200_dsv2lite"
@@ -17,35 +17,6 @@ give 14 ms, a fuller pool (2.9 million tokens, 90 GB) may do its part, and one r
 over all long contexts."""
 SERVED_PROMPT = 2048
 SERVED_CONTEXT = SERVED_PROMPT + 256 // 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One measured GPU time. `metric`: the error summary that it counts in; `served`: seen in serving."""
-
-    id: str
-    metric: str
-    dep: int
-    batch: Batch
-    measured_ms: float
-    served: bool = False
-
-
-def forward_rows(path: Path) -> list[Row]:
-    """Exact batches of one `vllm bench forward` table (columns: bench/h200/forward.py)."""
-    rows = []
-    for r in csv.DictReader(path.open()):
-        new, dep = int(r["new_tokens"]), int(r["ranks"])
-        batch = Batch(
-            chunks=1 if new else 0,
-            new_tokens=new,
-            cached_tokens=int(r["context_tokens"]),
-            decodes=int(r["decode_batch"]),
-            context_tokens=int(r["decode_kv_len"]),
-        )
-        metric, ms = f"{r['phase']}_gpu_dep{dep}", float(r["median_us"]) / 1e3
-        rows.append(Row(id=f"{r['case']}_dep{dep}", metric=metric, dep=dep, batch=batch, measured_ms=ms))
-    return rows
 
 
 def profile_rows() -> list[Row]:

@@ -14,9 +14,11 @@ from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
 from rackplan.calibration.campaign import CAMPAIGN
 from rackplan.calibration.file import CalibrationFile, FitError, FittedCalibration, MeasuredRange, Transfer
 from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, solve, summarise
-from rackplan.calibration.h200_rows import DATA, Row, forward_rows
+from rackplan.calibration.h200_rows import DATA
 from rackplan.calibration.library import calibration_file
 from rackplan.calibration.physics import Coefficients, PhysicalCost
+from rackplan.calibration.readers.forward_csv import forward_rows
+from rackplan.calibration.rows import Row
 from rackplan.engine import ModelSpec, model_spec
 
 MODEL, GPU, NAME = "deepseek-v3", "h200", "h200-v3"

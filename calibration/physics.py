@@ -10,13 +10,16 @@ from functools import lru_cache
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
-from scipy.special import ndtri
 
 from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
 from rackplan.simulator.cost import FloatArray, SharedTime
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 """Token counts that vLLM captures CUDA graphs for by default; beyond 512 the step 16 goes on to the knob's limit."""
+
+
+MOST_EFFICIENCY = 1e3
+"""Of a GPU's peak no share is above 1; the rates of a CPU are nominal."""
 
 
 class EngineFix(BaseModel):
@@ -38,14 +41,14 @@ class Coefficients(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     # GPU, shared by the ranks
     step_fixed_ms: float = Field(ge=0)
-    dense_read_efficiency: float = Field(gt=0, le=1.5)
-    dense_flop_efficiency: float = Field(gt=0, le=1.5)
-    moe_read_efficiency: float = Field(gt=0, le=1.5)
-    moe_flop_efficiency: float = Field(gt=0, le=1.5)
+    dense_read_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
+    dense_flop_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
+    moe_read_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
+    moe_flop_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
     roofline_sharpness: float = Field(4.0, ge=1)
     # log-normal skew of the experts' popularity: skewed tokens touch fewer experts; 0 is even
     routing_sigma: float = Field(0.0, ge=0)
-    link_efficiency: float = Field(1.0, gt=0, le=1.5)
+    link_efficiency: float = Field(1.0, gt=0, le=MOST_EFFICIENCY)
     comm_fixed_ms: float = Field(0.0, ge=0)
     comm_rank_ms: float = Field(0.0, ge=0)
     all_to_all: bool = False
@@ -56,7 +59,7 @@ class Coefficients(BaseModel):
     # GPU, each rank's own
     decode_request_ms: float = Field(0.0, ge=0)
     decode_query_ms: float = Field(0.0, ge=0)
-    kv_read_efficiency: float = Field(gt=0, le=1.5)
+    kv_read_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
     prefill_pair_ms: float = Field(ge=0)
     prefill_context_ms: float = Field(0.0, ge=0)
     prefill_chunk_ms: float = Field(0.0, ge=0)
@@ -90,6 +93,8 @@ def padded_tokens(tokens: int, capture_limit: int) -> int:
 @lru_cache(maxsize=256)
 def _choice_shares(experts: int, top_k: int, sigma: float) -> np.ndarray:
     """Chance that a token chooses each expert (experts,), adding up to `top_k`: log-normal weights, none above 1."""
+    from scipy.special import ndtri  # slow to import, and not needed where routing is even
+
     weights = np.exp(sigma * ndtri((np.arange(experts) + 0.5) / experts))
     sure = np.zeros(experts, dtype=bool)
     while True:
@@ -99,6 +104,7 @@ def _choice_shares(experts: int, top_k: int, sigma: float) -> np.ndarray:
         sure |= shares >= 1.0
 
 
+@lru_cache(maxsize=65536)
 def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0) -> float:
     """Expected number of experts that at least one of `tokens` chooses; `sigma`: skew of their popularity."""
     if sigma == 0.0:
@@ -140,6 +146,7 @@ class PhysicalCost:
         self._pair_ms = (c.prefill_pair_ms + sum(f.per_pair_ms for f in fixes_off)) / pool.tp
         self._replay_layers = max(0, m.replay_layers - sum(f.full_layers for f in fixes_off))
         self._token_fix_ms = sum(f.per_token_ms for f in fixes_off)
+        self._expert_flops = 6.0 * m.hidden * m.expert_intermediate
         self._shared = lru_cache(maxsize=65536)(self._shared_time)
         late = sum(1.0 / i for i in range(1, pool.dep + 1)) - 1.0  # expected extra of the latest of dep ranks
         self._host_fixed_ms = c.host_step_ms + c.host_jitter_ms * late
@@ -184,17 +191,10 @@ class PhysicalCost:
         latency_ms, volume_ms = self._communication_ms(padded, prefill_share, narrow_share)
         # All-to-all brings the hottest GPU its tokens' activations too; all-gather brings every GPU the same.
         crowding_ms = volume_ms * (1 / balancedness - 1) if c.all_to_all else 0.0
-        target = SharedTime(
-            dense=dense_ms,
-            moe=full_ms + thin_ms,
-            ep_imbalance=full_excess + thin_excess + crowding_ms,
-            communication=latency_ms + volume_ms,
-            draft=0.0,
-        )
-        return target._replace(
-            draft=self._draft_ms(widest, total) if self.drafts else 0.0,
-            weight_wait=self._weight_wait_ms(sum(target)) if self.pool.offload.group_size else 0.0,
-        )
+        target = (dense_ms, full_ms + thin_ms, full_excess + thin_excess + crowding_ms, latency_ms + volume_ms)
+        draft_ms = self._draft_ms(widest, total) if self.drafts else 0.0
+        wait_ms = self._weight_wait_ms(sum(target)) if self.pool.offload.group_size else 0.0
+        return SharedTime(*target, draft_ms, wait_ms)
 
     def _weight_wait_ms(self, layers_ms: float) -> float:
         """Waiting for experts that lie in host memory, over the step.
@@ -223,11 +223,8 @@ class PhysicalCost:
         m = self.model
         spec_layers = m.layers - (m.replay_layers if phase == "prefill" else 0)
         layers = m.layers - (self._replay_layers if phase == "prefill" else 0)
-        routed = (spec_layers - m.dense_layers) * m.top_k * self._expert_flops()
+        routed = (spec_layers - m.dense_layers) * m.top_k * self._expert_flops
         return max(0.1 * m.flops_per_token_dense[phase], m.flops_per_token_dense[phase] - routed) * layers / spec_layers
-
-    def _expert_flops(self) -> float:
-        return 6.0 * self.model.hidden * self.model.expert_intermediate
 
     def _flop_rate(self, coarsest: str) -> float:
         """Peak flop per ms of the experts' data type, or of `coarsest` where that has more bits: FP4 checkpoints keep
@@ -242,7 +239,7 @@ class PhysicalCost:
         m, g, c = self.model, self.gpu, self.c
         touched = experts_touched(tokens, m.routed_experts, m.top_k, c.routing_sigma) / self.width
         read_ms = layers * touched * m.bytes_per_routed_expert / (g.hbm_tb_s * 1e9 * c.moe_read_efficiency)
-        flops = tokens * m.top_k / self.width * self._expert_flops()
+        flops = tokens * m.top_k / self.width * self._expert_flops
         flop_ms = layers * flops / (self._flop_rate("fp4") * c.moe_flop_efficiency)
         even = self._roofline(read_ms, flop_ms)
         return even, self._roofline(read_ms, flop_ms / balancedness) - even

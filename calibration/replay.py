@@ -1,31 +1,24 @@
-"""Figures and served runs that only a simulation can answer: replays with their arrivals, queues and imbalance.
+"""Published figures that only a simulation can answer: replays with their arrivals, queues and imbalance.
 
-Published replays (F14, F16 to F20) run prefill alone: requests of one output token on one aggregated instance, prefix
-cache off, chunks of 16,384 tokens, the prefill fixes off as in F13 and F15. Served runs are replayed request by request
-as `vllm bench serve` recorded them.
+They (F14, F16 to F20) run prefill alone: requests of one output token on one aggregated instance, prefix cache off,
+chunks of 16,384 tokens, the prefill fixes off as in F13 and F15.
 """
 
-import gzip
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rackplan.calibration.figures import Predictor
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.published import MODEL, REPLAY_CHUNK_TOKENS, REPLAY_FIXES_OFF
-from rackplan.engine import Deployment, InputError, parse_deployment
+from rackplan.engine import Deployment, parse_deployment
 from rackplan.simulator.agentx import AGENTX
-from rackplan.simulator.arrivals import TraceWorkload
 from rackplan.simulator.metrics import metrics_of
 from rackplan.simulator.request import NS_PER_S, Load, Request, Source, Workload
 from rackplan.simulator.simulate import RunOptions, SimResult, simulate
 from rackplan.simulator.streams import Streams
-from rackplan.simulator.traces import read_trace
 
 STAGGER_S = 5.0
 MEASURED_S = 1500.0
@@ -159,53 +152,3 @@ PUBLISHED: dict[str, Predictor] = {
     "F20": Predictor(lambda c: agentx_prefill_tok_s(c, 4), AGENTX_ASSUMPTION),
 }
 """What a simulation makes of each figure, in the figure's unit; all are check rows of gb300-v4.1-flash."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedMetric:
-    """One number of a served run and what the replay makes of it."""
-
-    name: str
-    unit: str
-    measured: float
-    predicted: float
-
-
-_METRICS: dict[str, tuple[str, str, Callable[[dict[str, Any]], float]]] = {
-    "output throughput": ("tok/s", "output_throughput", lambda m: m["output_throughput_tok_s"]),
-    "mean TPOT": ("ms", "mean_tpot_ms", lambda m: m["tpot_ms"]["mean"]),
-    "median TPOT": ("ms", "median_tpot_ms", lambda m: m["tpot_ms"]["p50"]),
-    "P90 TPOT": ("ms", "p90_tpot_ms", lambda m: m["tpot_ms"]["p90"]),
-    "P99 TPOT": ("ms", "p99_tpot_ms", lambda m: m["tpot_ms"]["p99"]),
-    "mean TTFT": ("ms", "mean_ttft_ms", lambda m: m["ttft_ms"]["mean"]),
-    "median TTFT": ("ms", "median_ttft_ms", lambda m: m["ttft_ms"]["p50"]),
-    "P90 TTFT": ("ms", "p90_ttft_ms", lambda m: m["ttft_ms"]["p90"]),
-    "P99 TTFT": ("ms", "p99_ttft_ms", lambda m: m["ttft_ms"]["p99"]),
-}
-"""By name: unit, key in the client's JSON, and the same of `metrics_of`."""
-
-
-def replay_served(path: Path, deployment: Deployment, calibration: FittedCalibration) -> list[ServedMetric]:
-    """Replay a `vllm bench serve --save-detailed` result, plain or gzip, as recorded, cached prefixes included.
-
-    Numbers that the client was not asked for are left out. Raises InputError where the file cannot be read, is of
-    another kind or has none of the numbers, or where the deployment is not the calibration's.
-    """
-    trace = read_trace(path)
-    if not isinstance(trace, TraceWorkload):
-        raise InputError(f"{path}: not a result of `vllm bench serve --save-detailed`; give its JSON")
-    result = simulate(deployment, trace, Load(), calibration, RunOptions(duration_s=float("inf")))
-    predicted = metrics_of(result)
-    data = path.read_bytes()
-    try:
-        measured = json.loads(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
-    except ValueError:  # another kind of trace, of many lines
-        measured = {}
-    found = [
-        ServedMetric(name=name, unit=unit, measured=float(measured[key]), predicted=float(of(predicted)))
-        for name, (unit, key, of) in _METRICS.items()
-        if isinstance(measured, dict) and isinstance(measured.get(key), int | float)
-    ]
-    if not found:
-        raise InputError(f"{path}: has none of {', '.join(k for _, k, _ in _METRICS.values())}; give a serving result")
-    return found

@@ -4,13 +4,12 @@ With async scheduling the engine logs no step times, but the client has every to
 request come a step apart, and around a prompt they tell how long its step took to launch.
 """
 
-import gzip
-import json
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+
+from rackplan.calibration.records import ServedRun
 
 WINDOW_STEPS = 8
 """Decode steps that are averaged: a client's clock and delivery jitter by 1 ms, a step of one request takes 3."""
@@ -22,26 +21,6 @@ STALL_MS = 45.0
 SAME_STALL_S = 0.006
 SAME_STEP_S = 0.0012
 """Tokens that come closer together than this left the engine in one step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedRun:
-    """One client run. `start_s`, `ttft_s`: (requests,); `token_s`: each request's token times; `cached_tokens`."""
-
-    start_s: np.ndarray
-    ttft_s: np.ndarray
-    token_s: list[np.ndarray]
-    cached_tokens: np.ndarray
-
-
-def read_served(path: Path) -> ServedRun:
-    """A gzipped `vllm bench serve --save-detailed` JSON; token times are seconds on the client's clock."""
-    data = json.loads(gzip.decompress(path.read_bytes()))
-    start, ttft = np.array(data["start_times"]), np.array(data["ttfts"])
-    first = start + ttft
-    tokens = [np.concatenate([[f], f + np.cumsum(itl)]) for f, itl in zip(first, data["itls"], strict=True)]
-    cached = np.array(data.get("cached_lens", np.zeros(len(start))))
-    return ServedRun(start_s=start, ttft_s=ttft, token_s=tokens, cached_tokens=cached)
 
 
 def decode_intervals_ms(runs: list[ServedRun]) -> dict[int, float]:
@@ -77,19 +56,20 @@ class PromptSteps:
     seen_ms: np.ndarray
 
 
-def prompt_steps(run: ServedRun, prompt_tokens: int) -> PromptSteps:
-    """`prompt_tokens`: prompt length of the run's requests."""
+def prompt_steps(run: ServedRun) -> PromptSteps:
+    """The steps with prompts of one run."""
     delivered = np.sort(np.concatenate(run.token_s))
     step_s = delivered[np.concatenate([[True], np.diff(delivered) > SAME_STEP_S])]
     first = np.array([t[0] for t in run.token_s])
     last = np.array([t[-1] for t in run.token_s])
     steps: dict[int, tuple[int, float]] = {}
     seen_ms = []
-    for start, own, cached in zip(run.start_s, first, run.cached_tokens, strict=True):
+    prompts = run.input_tokens - (0 if run.cached_tokens is None else run.cached_tokens)
+    for start, own, prompt in zip(run.start_s, first, prompts, strict=True):
         at = int(np.searchsorted(step_s, own, side="right")) - 1
         if at < 3 or not ((first < step_s[at - 3]) & (last > own)).any():
             continue  # nobody was decoding: no delivery tells when the host began
-        new = max(steps[at][0] if at in steps else 0, prompt_tokens - int(cached))
+        new = max(steps[at][0] if at in steps else 0, int(prompt))
         steps[at] = new, (step_s[at - 1] - step_s[at - 2]) * 1e3
         seen_ms.append(((step_s[at - 3] + step_s[at - 2]) / 2 - start) * 1e3)
     new_tokens, launch_ms = np.array(list(steps.values())).reshape(-1, 2).T

@@ -1,6 +1,5 @@
 """Fit and check errors of a calibration, row by row: what it was fitted to, and what it was not shown."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +7,14 @@ import numpy as np
 
 from rackplan.calibration import campaign, h200, h200_v3, published, published_v3, replay
 from rackplan.calibration.batch import Batch, deployment_of
+from rackplan.calibration.compared import by_metric, row, summary
 from rackplan.calibration.figures import Predictor, figures, fit_value
 from rackplan.calibration.file import FittedCalibration
-from rackplan.calibration.library import load_calibration
+from rackplan.calibration.library import list_calibrations, load_calibration
 from rackplan.calibration.published import ALL_FIXES, EPLB_REDUNDANT, Setting, gain_pct, terms_ms
-from rackplan.calibration.replay import replay_served
-from rackplan.engine import Deployment
+from rackplan.calibration.readers.bench_serve import read_bench_serve
+from rackplan.calibration.serving import replay_served
+from rackplan.engine import Deployment, InputError
 from rackplan.simulator.step import step_wall_ms
 
 _K = 1024
@@ -106,26 +107,30 @@ def held_out_pct(calibration: FittedCalibration) -> dict[str, list[float]]:
 
 
 def validate(name: str) -> dict[str, Any]:
-    """{"name", "rows": [{"id", "what", "unit", "measured", "predicted", "error_pct", "role"}], "summary"}.
+    """{"name", "rows": [{"id", "what", "metric", "unit", "measured", "predicted", "error_pct", "role"}], "by_metric",
+    "summary"} of an embedded calibration.
 
     Errors are signed, %; the summary holds medians of their magnitudes. Simulates: some 20 s of CPU for
-    gb300-v4.1-flash, seconds for the others. Raises InputError for an unknown name.
+    gb300-v4.1-flash, seconds for the others. Raises InputError for an unknown name, and for a file of one's own, whose
+    measurements only its owner has.
     """
     calibration = load_calibration(name)
+    if calibration.name not in (c["name"] for c in list_calibrations()):
+        raise InputError(f"{name}: its rows do not ship with rackplan; give --against its profile folder or results")
     of_profiles = {"h200-v2-lite": _v2_lite_rows, h200_v3.NAME: _v3_slice_rows}
     rows = of_profiles.get(calibration.name, _fit_rows)(calibration)
     checks = CHECKS.get(calibration.name, {})
     rows += [_figure_row(id, p.predict(calibration), p.assumption) for id, p in sorted(checks.items())]
-    return {"name": name, "rows": rows, "summary": _summary(rows)}
+    return {"name": name, "rows": rows, "by_metric": by_metric(rows), "summary": summary(rows)}
 
 
 def _v2_lite_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     found = calibration.coefficients.model_dump()
     measured = h200.all_rows()
     values = {k: found[k] for k in h200.UNKNOWNS} | {"profile_fixed_ms": calibration.file.profile_fixed_ms}
-    predicted = h200.predict_ms(values, measured)
+    predicted = h200.GPU_FIT.predict_ms(values, measured)
     rows = [
-        _row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)
+        row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)
     ]
     return rows + _served_rows(calibration) + _campaign_rows(calibration)
 
@@ -157,10 +162,10 @@ def _replay_rows(
     name: str, path: Path, deployment: Deployment, calibration: FittedCalibration, role: str
 ) -> list[dict[str, Any]]:
     rows = []
-    for m in replay.replay_served(path, deployment, calibration):
+    for m in replay_served(read_bench_serve(path), deployment, calibration):
         what = f"served run {name}, arrivals as recorded: {m.name}"
         id = f"serve_{name}_{m.name.replace(' ', '_').lower()}"
-        rows.append(_row(id, what, m.unit, m.measured, m.predicted, role))
+        rows.append(row(id, what, m.unit, m.measured, m.predicted, role, metric=m.name))
     return rows
 
 
@@ -170,27 +175,13 @@ def _v3_slice_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     measured = h200_v3.rows()
     predicted = h200_v3.predict_ms(h200_v3.fit().values, measured)
     rows = [
-        _row(h200_v3.row_id(layers, r), f"{r.metric}, {layers} layers", "ms", r.measured_ms, float(p), "fit")
+        row(h200_v3.row_id(layers, r), f"{r.metric}, {layers} layers", "ms", r.measured_ms, float(p), "fit")
         for (layers, r), p in zip(measured, predicted, strict=True)
     ]
     figure = figures()["F66"]
     what = f"{figure.what} ({h200_v3.F66_ASSUMPTION})"
     tok_s = h200_v3.decode_ep32_tok_s(calibration)
-    return [*rows, _row("F66", what, figure.unit, figure.value, tok_s, "check")]
-
-
-def validate_against(name: str, files: Sequence[Path], deployment: Deployment) -> dict[str, Any]:
-    """`validate`'s document for serving results of one's own: each file replayed on `deployment` and compared.
-
-    `files`: JSON of `vllm bench serve --save-detailed`. Raises InputError as `replay_served` does.
-    """
-    calibration = load_calibration(name)
-    rows = [
-        _row(f"{path.name.removesuffix('.gz').removesuffix('.json')}", m.name, m.unit, m.measured, m.predicted, "check")
-        for path in files
-        for m in replay_served(path, deployment, calibration)
-    ]
-    return {"name": name, "rows": rows, "summary": _summary(rows)}
+    return [*rows, row("F66", what, figure.unit, figure.value, tok_s, "check", metric=figure.unit)]
 
 
 def _fit_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
@@ -201,28 +192,4 @@ def _fit_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
 def _figure_row(id: str, predicted: float, assumption: str = "") -> dict[str, Any]:
     figure = figures()[id]
     what = f"{figure.what} ({assumption})" if assumption else figure.what
-    return _row(id, what, figure.unit, figure.value, predicted, figure.role)
-
-
-def _row(id: str, what: str, unit: str, measured: float, predicted: float, role: str) -> dict[str, Any]:
-    error = (predicted / measured - 1) * 100
-    return {
-        "id": id,
-        "what": what,
-        "unit": unit,
-        "measured": measured,
-        "predicted": predicted,
-        "error_pct": error,
-        "role": role,
-    }
-
-
-def _summary(rows: list[dict[str, Any]]) -> dict[str, float | int]:
-    summary: dict[str, float | int] = {}
-    for role in ("fit", "check"):
-        errors = [abs(r["error_pct"]) for r in rows if r["role"] == role]
-        summary[f"{role}_rows"] = len(errors)
-        if errors:
-            summary[f"{role}_median_abs_pct"] = float(np.median(errors))
-            summary[f"{role}_worst_abs_pct"] = float(max(errors))
-    return summary
+    return row(id, what, figure.unit, figure.value, predicted, figure.role, metric=figure.unit)

@@ -40,7 +40,7 @@ Document = Mapping[str, Any]
 
 def pareto(plan: Document) -> go.Figure:
     """Tok/s/GPU over tok/s/user: the front of either kind drawn full, what is dominated faint."""
-    figure = _figure(460)
+    figure = styled(460)
     for disaggregated, name, colour, symbol in (
         (True, "Prefill/decode", BLUE, "circle"),
         (False, "Aggregated", VERMILLION, "diamond"),
@@ -133,7 +133,7 @@ def time_share(plan: Document) -> go.Figure:
     ]
     if len(bars) > 1:
         bars.append(("<b>all GPUs</b>", prediction["gpu_time_share"]))
-    figure = _figure(130 + 62 * len(bars), barmode="stack")
+    figure = styled(130 + 62 * len(bars), barmode="stack")
     for cause, name in wording.CAUSES.items():
         shares = [100 * b[1].get(cause, 0.0) for b in bars]
         if any(shares):
@@ -147,7 +147,7 @@ def memory(plan: Document) -> go.Figure:
     """GiB on one GPU of each pool, against what the GPU has and what vLLM may use of it."""
     pools = plan.get("memory", ())
     names = [f"<b>{escape(p['role'])}</b><br>{p['gpus_per_instance']} GPUs/instance" for p in pools]
-    figure = _figure(150 + 62 * len(names), barmode="stack")
+    figure = styled(150 + 62 * len(names), barmode="stack")
     for key, (name, colour) in MEMORY_PARTS.items():
         sizes = [max(0.0, p[key]) for p in pools]
         if any(sizes):
@@ -166,7 +166,7 @@ def memory(plan: Document) -> go.Figure:
 def history(plan: Document) -> go.Figure:
     """Every simulated configuration in order, and the best so far among those that meet the SLOs."""
     trials = plan.get("history", ())
-    figure = _figure(360)
+    figure = styled(360)
     for meets, name, colour, symbol in (
         (False, "Breaks an SLO", VERMILLION, "x-thin"),
         (True, "Meets the SLOs", BLUE, "circle"),
@@ -194,7 +194,8 @@ def history(plan: Document) -> go.Figure:
     return figure
 
 
-def _figure(height: int, **layout: Any) -> go.Figure:
+def styled(height: int, **layout: Any) -> go.Figure:
+    """An empty figure in the report's style."""
     figure = go.Figure()
     _style(figure, height)
     figure.update_layout(**layout)

@@ -1,7 +1,7 @@
 """The commands: each parses, calls one function, renders. Results on stdout, progress and errors on stderr.
 
-Exit codes: 0 done, 2 bad input, 3 no plan or no memory meets this, 130 interrupted. What is slow to import is imported
-inside the commands, so that `--help` answers at once.
+Exit codes: 0 done, 2 bad input, 3 no plan or no memory meets this, 4 the engine did not do it, 130 interrupted. What is
+slow to import is imported inside the commands, so that `--help` answers at once.
 """
 
 import os
@@ -13,9 +13,11 @@ import typer
 
 from rackplan.cli import options, output, params
 from rackplan.cli.calibration import calibration_app
-from rackplan.engine import GPUS, MODELS, InfeasibleError, InputError, load_deployment
+from rackplan.cli.deploy import add_commands
+from rackplan.cli.render import add_render
+from rackplan.engine import GPUS, MODELS, DeployError, InfeasibleError, InputError, load_deployment
 
-BAD_INPUT, INFEASIBLE, INTERRUPTED = 2, 3, 130
+BAD_INPUT, INFEASIBLE, NOT_DEPLOYED, INTERRUPTED = 2, 3, 4, 130
 
 # What click calls UsageError: every mistake in the use of a command. Typer exports only its subclass.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -48,7 +50,8 @@ def plan(
     """Find the deployment that meets a throughput target and the SLOs, and how sure that is."""
     options.one_of("--count", count, ("total", "output"))
     options.one_of("--per", per, ("gpu", "deployment"))
-    options.one_of("--model", model, MODELS)
+    if not Path(model).is_dir():
+        options.one_of("--model", model, MODELS, "a model's folder")
     options.one_of("--gpu", gpu, GPUS)
     from rackplan.cli import report, screen
     from rackplan.tuner.plan import PlanRequest, make_plan
@@ -155,6 +158,10 @@ def whatif(
         screen.show_whatif(document, screen.stdout_console())
 
 
+add_commands(app)
+add_render(app)
+
+
 def _one_load(concurrency: int | None, rate: float | None) -> None:
     if concurrency is not None and rate is not None:
         raise InputError(f"--rate {rate:g}: cannot go with --concurrency {concurrency}; give one of the two")
@@ -172,6 +179,8 @@ def execute(commands: typer.Typer, prog: str, args: Sequence[str]) -> int:
         return _fail(str(e), BAD_INPUT)
     except InfeasibleError as e:
         return _fail(str(e), INFEASIBLE)
+    except DeployError as e:
+        return _fail(str(e), NOT_DEPLOYED)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:

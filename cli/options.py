@@ -61,6 +61,14 @@ def parse_set(text: str) -> tuple[str, str]:
     return key, value
 
 
+def parse_claim(text: str) -> tuple[str, str]:
+    """A (volume claim, absolute mount path) pair from models:/models."""
+    claim, colon, path = text.partition(":")
+    if not colon or not path.startswith("/") or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
+        raise InputError(f"--model-claim {text}: not CLAIM:/PATH; write models:/models")
+    return claim, path
+
+
 def parse_int(option: str, least: int = 0, most: int = 10**12 - 1) -> Callable[[str | int], int]:
     """A parser of whole numbers from `least` to `most` that names `option` when it refuses."""
 
@@ -100,11 +108,12 @@ def parse_name(option: str, example: str) -> Callable[[str], str]:
     return parse
 
 
-def one_of(option: str, text: str, allowed: Iterable[str]) -> str:
-    """`text` where it is allowed; else InputError with what is."""
+def one_of(option: str, text: str, allowed: Iterable[str], other: str | None = None) -> str:
+    """`text` where it is allowed; else InputError with what is. `other`: what could stand there besides the names."""
     names = list(allowed)
     if text not in names:
-        raise InputError(f"{option} {text}: unknown; one of {', '.join(names)}")
+        besides = f", or {other}" if other else ""
+        raise InputError(f"{option} {text}: unknown; one of {', '.join(names)}{besides}")
     return text
 
 

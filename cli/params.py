@@ -29,7 +29,7 @@ Count = Annotated[
     str, typer.Option("--count", metavar="total|output", help="What counts; total = cached + new input + output.")
 ]
 Per = Annotated[str, typer.Option("--per", metavar="gpu|deployment", help="What --target-tps is over.")]
-Model = Annotated[str, typer.Option("--model", metavar="MODEL", help="|".join(MODELS))]
+Model = Annotated[str, typer.Option("--model", metavar="MODEL", help="|".join(MODELS) + ", or a model's folder.")]
 Gpu = Annotated[str, typer.Option("--gpu", metavar="GPU", help="|".join(GPUS))]
 Gpus = Annotated[int, _whole("--gpus", 1, "N", "At most this many GPUs.", MOST_GPUS)]
 P90Interactivity = Annotated[
@@ -81,11 +81,27 @@ Context = Annotated[int, _whole("--context", 0, "N", "Tokens in the KV cache of 
 Drafts = Annotated[int, _whole("--drafts", 0, "K", "Draft tokens per request.")]
 Against = Annotated[
     list[Path] | None,
-    typer.Option("--against", metavar="FILE", help="A serving result (vllm bench serve --save-detailed); repeatable."),
+    typer.Option("--against", metavar="FILE", help="A client's result, or a profile folder; repeatable."),
 ]
 Served = Annotated[
     Path | None, typer.Option("--deployment", metavar="DEPLOYMENT.yaml", help="What the --against runs ran on.")
 ]
+ProfileFolder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="A profile, as `rackplan profile` writes it.")
+]
+NewName = Annotated[
+    str, typer.Option("--name", parser=options.parse_name("--name", "h200-mine"), metavar="NAME", help="Its name.")
+]
+Metrics = Annotated[
+    list[str],
+    typer.Option("--metrics", metavar="URL|FILE", help="An engine's /metrics, or two files of it, the earlier first."),
+]
+Over = Annotated[float, _time("--over", "Time between the two scrapes.")]
+LiveDeployment = Annotated[Path, typer.Option("--deployment", metavar="DEPLOYMENT.yaml", help="What the engine runs.")]
+Before = Annotated[str, typer.Argument(metavar="A", help="The calibration before; a name or a file.")]
+After = Annotated[str, typer.Argument(metavar="B", help="The one after, of the same model and GPU.")]
+OutPage = Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="Plot and tables as one page.")]
+OutFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the calibration goes (JSON).")]
 New = Annotated[int | None, _whole("--new", 1, "N", "New prompt tokens of a chunk (prefill; 8192 unless given).")]
 
 TYPER_SETTINGS: dict[str, Any] = {
@@ -93,3 +109,61 @@ TYPER_SETTINGS: dict[str, Any] = {
     "pretty_exceptions_enable": False,
     "rich_markup_mode": None,
 }
+
+Target = Annotated[str, typer.Option("--target", metavar="TARGET", help="local, shell, lws, dynamo or llm-d.")]
+ServedModel = Annotated[
+    str | None, typer.Option("--model", metavar="PATH", help="What vLLM loads. Default: the model's checkpoint.")
+]
+Python = Annotated[str, typer.Option("--python", metavar="PATH", help="The interpreter that vLLM is installed for.")]
+Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="What servers bind to.")]
+Port = Annotated[int, _whole("--port", 1, "PORT", "Where the deployment answers.", 65_000)]
+StateDir = Annotated[
+    Path | None, typer.Option("--state", metavar="DIR", help="Where deployments of this machine are kept track of.")
+]
+StartTimeout = Annotated[float, _time("--start-timeout", "How long servers may take to be healthy.")]
+CanaryWorkload = Annotated[
+    str | None, typer.Option("--workload", metavar="fixed:ISL/OSL", help="Of the canary. Default: the plan's.")
+]
+Requests = Annotated[int, _whole("--requests", 1, "N", "Requests of the canary.", 100_000)]
+Tolerance = Annotated[
+    float, _above_zero("--tolerance", "25", "PCT", "Roll back where measured is worse than predicted by more.")
+]
+NoCanary = Annotated[bool, typer.Option("--no-canary", help="Keep it once it is healthy and runs what was planned.")]
+ProfileDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="The profile's folder; a cut one goes on.")]
+Budget = Annotated[float, _time("--budget", "Wall time that the profile may take.")]
+ProfiledModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or a known name.")]
+ProfiledGpus = Annotated[int, _whole("--gpus", 1, "N", "GPUs of this machine to use.", 64)]
+InputTokens = Annotated[int, _whole("--input-tokens", 1, "N", "Prompt tokens of the served loads.")]
+OutputTokens = Annotated[int, _whole("--output-tokens", 2, "N", "Output tokens of the served loads.")]
+MaxModelLen = Annotated[int, _whole("--max-model-len", 64, "N", "Longest request, tokens.")]
+MaxSeqs = Annotated[int, _whole("--max-num-seqs", 1, "N", "Requests of a rank.")]
+MaxBatched = Annotated[int, _whole("--max-num-batched-tokens", 64, "N", "Tokens of a step of a rank.")]
+Utilization = Annotated[
+    float, _above_zero("--gpu-memory-utilization", "0.9", "SHARE", "Of a GPU's memory, vLLM's share.", 1.0)
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")]
+EngineGpu = Annotated[str, typer.Option("--gpu", metavar="GPU", help="|".join(GPUS))]
+
+RenderTarget = Annotated[str, typer.Option("--target", metavar="TARGET", help="shell, lws, dynamo or llm-d.")]
+RenderOut = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")]
+EngineRelease = Annotated[
+    str | None, typer.Option("--engine", metavar="RELEASE", help="vLLM's, 0.33 or 0.32. Default: 0.33; 0.32 on cpu.")
+]
+StepLogs = Annotated[str | None, typer.Option("--log-dir", metavar="DIR", help="Servers log their steps there.")]
+Hosts = Annotated[
+    str | None, typer.Option("--hosts", metavar="A,B", help="shell: the machines, in order. Default: this one.")
+]
+RenderPort = Annotated[
+    int | None, _whole("--port", 1, "PORT", "shell: where the deployment answers; 8000 unless given.", 65_000)
+]
+ClusterName = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Of the objects. Default: the model.")]
+Namespace = Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="Default: default.")]
+Image = Annotated[str | None, typer.Option("--image", metavar="IMAGE", help="With vLLM. Default: vLLM's own.")]
+RouterImage = Annotated[
+    str | None, typer.Option("--router-image", metavar="IMAGE", help="lws: with rackplan. Default: rackplan:VERSION.")
+]
+ModelClaim = Annotated[
+    str | None,
+    typer.Option("--model-claim", metavar="CLAIM:PATH", help="The volume claim that holds --model, and its mount."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that are there and differ.")]

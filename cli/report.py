@@ -9,6 +9,7 @@ from typing import Any
 
 from rackplan.cli import output, wording
 from rackplan.cli.wording import number, rate, time_ms
+from rackplan.engine.files import write_all
 
 Document = Mapping[str, Any]
 
@@ -25,13 +26,13 @@ def write_outputs(plan: Document, out: Path) -> list[Path]:
         head = "" if plan["feasible"] else "# The best that was found; it does NOT meet the request.\n"
         texts[out / "deployment.yaml"] = head + yaml.safe_dump(plan["deployment"], sort_keys=False)
     texts[out / "report.html"] = render_report(plan)
-    output.write_all(texts)
+    write_all(texts)
     return list(texts)
 
 
 def write_report(plan: Document, path: Path) -> None:
     """Write the report of `plan` (the plan document) to `path`, whole or not at all."""
-    output.write_all({path: render_report(plan)})
+    write_all({path: render_report(plan)})
 
 
 def render_report(plan: Document) -> str:
@@ -57,46 +58,48 @@ def _sections(plan: Document) -> Iterable[str]:
     from rackplan.cli import charts
 
     yield from _answer(plan)
-    yield _section("Throughput against interactivity", "Each point is one simulated deployment at one load.")
-    yield _chart(charts.pareto(plan), "pareto")
+    yield section("Throughput against interactivity", "Each point is one simulated deployment at one load.")
+    yield chart(charts.pareto(plan), "pareto")
     if plan.get("prediction"):
-        yield _section("Prediction", f"{wording.load_phrase(plan.get('load')).capitalize()}, with 95 % intervals.")
+        yield section("Prediction", f"{wording.load_phrase(plan.get('load')).capitalize()}, with 95 % intervals.")
         yield _prediction_table(plan["prediction"])
-    yield _section(
+    yield section(
         "Latency", "What share of requests is at least this good; at 90 % a curve should be on the SLO's good side."
     )
-    yield _chart(charts.latency(plan), "latency")
-    yield _section("Utilisation and lost time", "Where every second of GPU time goes, by pool.")
-    yield _chart(charts.time_share(plan), "time")
-    yield _section("Memory per GPU", "What fills one GPU of each pool.")
-    yield _chart(charts.memory(plan), "memory")
+    yield chart(charts.latency(plan), "latency")
+    yield section("Utilisation and lost time", "Where every second of GPU time goes, by pool.")
+    yield chart(charts.time_share(plan), "time")
+    yield section("Memory per GPU", "What fills one GPU of each pool.")
+    yield chart(charts.memory(plan), "memory")
     if plan.get("runners_up"):
-        yield _section("Runners-up")
+        yield section("Runners-up")
         yield _runners_up_table(plan["runners_up"], plan["target"]["count"])
-    yield _section("Search history", "The configurations in the order in which they were simulated.")
-    yield _chart(charts.history(plan), "history")
+    yield section("Search history", "The configurations in the order in which they were simulated.")
+    yield chart(charts.history(plan), "history")
     if plan.get("economics"):
-        yield _section("Economics")
-        yield _table(("", ""), [(k.replace("_", " "), wording.plain(v)) for k, v in plan["economics"].items()])
-    yield _section("How sure is this", "What the prediction stands on, and its error where it was checked.")
+        yield section("Economics")
+        yield table(("", ""), [(k.replace("_", " "), wording.plain(v)) for k, v in plan["economics"].items()])
+    yield section("How sure is this", "What the prediction stands on, and its error where it was checked.")
     yield _calibration_table(plan["provenance"])
 
 
 def _answer(plan: Document) -> Iterable[str]:
     """The deployment and what limits it."""
     if plan.get("deployment"):
-        yield _section("Deployment" if plan["feasible"] else "Best that was found; it does NOT meet the request")
+        yield section("Deployment" if plan["feasible"] else "Best that was found; it does NOT meet the request")
         yield _deployment_table(plan)
     if plan.get("binding"):
         b = plan["binding"]
-        yield _section("What binds", f"Binding resource: {b['resource']}. {b['why']}. The next GPU: {b['next_gpu']}.")
+        yield section("What binds", f"Binding resource: {b['resource']}. {b['why']}. The next GPU: {b['next_gpu']}.")
 
 
-def _section(title: str, caption: str = "") -> str:
+def section(title: str, caption: str = "") -> str:
+    """A heading and the line under it."""
     return f"<h2>{escape(title)}</h2>" + (f'<p class="quiet">{escape(caption)}</p>' if caption else "")
 
 
-def _chart(figure: Any, name: str) -> str:
+def chart(figure: Any, name: str) -> str:
+    """A figure's HTML; the page holds plotly's script once."""
     settings = {"displayModeBar": False, "responsive": True}
     height = f"{figure.layout.height}px"
     return str(
@@ -124,7 +127,7 @@ def _facts(plan: Document) -> str:
     return f'<div class="facts">{cells}</div>'
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numeric_from: int = 99) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], numeric_from: int = 99) -> str:
     """An HTML table; columns from `numeric_from` on are aligned right."""
 
     def row(cells: Sequence[str], tag: str) -> str:
@@ -143,7 +146,7 @@ def _deployment_table(plan: Document) -> str:
     rows = [(p["role"], str(wording.pool_gpus(p)), *(wording.plain(p[k]) for k in shown)) for p in deployment["pools"]]
     flipped = [(name, *(row[i] for row in rows)) for i, name in enumerate(header)]
     note = f"{deployment['model']} on {deployment['gpu']} · {wording.options_phrase(deployment)}"
-    return f"<p>{escape(note)}</p>" + _table(flipped[0], flipped[1:], 1)
+    return f"<p>{escape(note)}</p>" + table(flipped[0], flipped[1:], 1)
 
 
 def _prediction_table(prediction: Document) -> str:
@@ -159,7 +162,7 @@ def _prediction_table(prediction: Document) -> str:
             )
         else:
             rows.append((_metric(key), _interval(value, bounds if key != "gpus" else None), "", "", ""))
-    return _table(("", "Mean", "P50", "P90", "P99"), rows, 1)
+    return table(("", "Mean", "P50", "P90", "P99"), rows, 1)
 
 
 def _metric(key: str) -> str:
@@ -193,7 +196,7 @@ def _runners_up_table(rows: Sequence[Document], count: str) -> str:
             time_ms(m["ttft_ms"]["p90"]),
         )
         body.append((row["label"], wording.load_phrase(row.get("load")), row["why_not"], *numbers))
-    return _table(header, body, 3)
+    return table(header, body, 3)
 
 
 def _calibration_table(provenance: Document) -> str:
@@ -202,7 +205,7 @@ def _calibration_table(provenance: Document) -> str:
     rows += [(f"Error: {k.replace('_', ' ')}", wording.plain(v)) for k, v in errors.items()]
     rows.append(("Within the measured range", wording.plain(provenance.get("in_range"))))
     rows += [("Note", str(note)) for note in provenance.get("notes", ())]
-    return _table(("", ""), rows)
+    return table(("", ""), rows)
 
 
 def _footer(provenance: Document) -> str:

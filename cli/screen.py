@@ -135,6 +135,11 @@ def show_validation(document: Document, console: Console) -> None:
             str(row["role"]),
         )
     console.print(table)
+    groups = _table("By metric", "Metric", "Rows", "P50 error", "P50 magnitude", "Worst", "At")
+    for m in document["by_metric"]:
+        errors = (f"{m['p50_pct']:+.1f} %", f"{m['p50_abs_pct']:.1f} %", f"{m['worst_pct']:+.1f} %")
+        groups.add_row(str(m["metric"]), str(m["rows"]), *errors, str(m["worst_id"]))
+    console.print(groups)
     console.print(wording.flat(document["summary"]), style="bold")
 
 
@@ -150,9 +155,52 @@ def show_step(document: Document, console: Console) -> None:
     console.print(table)
 
 
+def show_diff(document: Document, console: Console) -> None:
+    """Two calibrations: terms that differ, and the steps that they make."""
+    before, after = document["before"], document["after"]
+    console.print(f"{before['name']} ({before['engine_version']}) -> {after['name']} ({after['engine_version']})")
+    table = _table("Terms", "Term", "Before", "After", "Change", "Sure")
+    for t in document["terms"]:
+        change = "–" if t["change_pct"] is None else f"{t['change_pct']:+.1f} %"
+        sure = {True: "intervals apart", False: "intervals meet", None: "no interval"}[t["changed"]]
+        spans = (_spanned(t["before"], t["before_interval"]), _spanned(t["after"], t["after_interval"]))
+        table.add_row(t["term"], *spans, change, sure)
+    console.print(table)
+    steps = _table("Steps", "Pool", "DEP", "Batch", "Context", "New", "Before, ms", "After, ms", "Change")
+    for s in document["steps"]:
+        shape = (s["pool"], str(s["dep"]), str(s["batch"]), str(s["context"]), str(s["new"] or "–"))
+        mark = "" if s["in_range"] else " *"
+        steps.add_row(*shape, number(s["before_ms"]), number(s["after_ms"]), f"{s['change_pct']:+.1f} %{mark}")
+    console.print(steps)
+    console.print("* outside the measured range of one of the two", style="dim")
+
+
+def _spanned(value: float, interval: Sequence[float] | None) -> str:
+    return f"{number(value)} [{number(interval[0])}, {number(interval[1])}]" if interval else number(value)
+
+
+def show_update(document: Document, console: Console) -> None:
+    """A live engine against its calibration: by part of a request, and what was refitted."""
+    load = document["load"]
+    console.print(
+        f"Live load: {number(load['rate_req_s'])} requests/s of {number(load['input_tokens'])} in, "
+        f"{number(load['output_tokens'])} out; {number(load['running'])} running"
+    )
+    table = _table("Mean times", "Part", "Measured, ms", "Expected, ms", "Tolerance", "Drifted", "Term", "Was", "Now")
+    for t in document["terms"]:
+        times = (number(t["measured_ms"]), number(t["expected_ms"]), f"+-{number(t['tolerance_ms'])}")
+        term = (t["coefficient"], number(t["before"]), number(t["after"]))
+        table.add_row(t["term"], *times, "yes" if t["drifted"] else "no", *term)
+    console.print(table)
+    for note in document["notes"]:
+        console.print(note)
+    if document.get("file"):
+        console.print(f"Written: {document['file']}", style="bold")
+
+
 def _table(title: str, *columns: str) -> Table:
     """A table without rules; the first column holds words, and so do those that are not numbers by nature."""
-    words = {"What", "Unit", "Role", "Why not", "Configuration"}
+    words = {"What", "Unit", "Role", "Why not", "Configuration", "Term", "Pool", "Sure", "Metric", "At"}
     table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
     table.show_edge = False
     for i, column in enumerate(columns):

@@ -4,13 +4,14 @@ Start with deployment.py. Imports nothing else of rackplan; vLLM and torch only 
 """
 
 from rackplan.engine.deployment import Deployment, Eplb, Pool, load_deployment, parse_deployment
-from rackplan.engine.errors import InfeasibleError, InputError, RackplanError
+from rackplan.engine.errors import DeployError, InfeasibleError, InputError, RackplanError
 from rackplan.engine.memory import MemoryPlan, check_memory, plan_memory
 from rackplan.engine.specs import GPUS, MODELS, GpuSpec, ModelSpec, gpu_spec, model_spec
 
 __all__ = [
     "GPUS",
     "MODELS",
+    "DeployError",
     "Deployment",
     "Eplb",
     "GpuSpec",

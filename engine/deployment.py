@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rackplan.engine.errors import InputError
-from rackplan.engine.specs import GpuSpec, ModelSpec, gpu_spec, model_spec
+from rackplan.engine.specs import GPUS, GpuSpec, ModelSpec, gpu_spec, model_spec
 
 Role = Literal["prefill", "decode", "aggregated"]
 SyncAlgorithm = Literal["recursive_doubling", "ring", "nccl"]
@@ -18,6 +18,10 @@ RouterPolicy = Literal["round_robin", "least_requests", "least_tokens", "prefix_
 
 MOST_GPUS = 16_384
 """More than the largest deployments have: beyond it a number is a slip, and no simulation would end."""
+
+
+EAGER: dict[str, Any] = {"async_scheduling": False, "max_cudagraph_capture_size": 0}
+"""A pool's defaults where vLLM has neither (GpuSpec.eager)."""
 
 
 class _Part(BaseModel):
@@ -153,6 +157,16 @@ class Deployment(_Part):
         """`to_dict` as YAML: what is launched is what was simulated."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _eager_defaults(cls, data: Any) -> Any:
+        gpu = data.get("gpu") if isinstance(data, dict) else None
+        if not isinstance(gpu, str) or gpu not in GPUS or not isinstance(data.get("pools"), list | tuple):
+            return data
+        if not GPUS[gpu].eager:
+            return data
+        return {**data, "pools": [EAGER | p if isinstance(p, dict) else p for p in data["pools"]]}
+
     @model_validator(mode="after")
     def _consistent(self) -> "Deployment":
         roles = [p.role for p in self.pools]
@@ -218,6 +232,10 @@ def _check_pool(pool: Pool, deployment: Deployment) -> None:
         raise ValueError(f"{pool.role}.redundant_experts has no effect while eplb.enabled=false; enable or remove it")
     if pool.max_new_kv_loads_per_step is not None and pool.role != "decode":
         raise ValueError(f"{pool.role}.max_new_kv_loads_per_step has no effect; only decode pools load KV: remove it")
+    for key, off in EAGER.items() if deployment.gpu_spec.eager else ():
+        if getattr(pool, key) != off:
+            mend = f"set {off} or remove it".lower()
+            raise ValueError(f"{pool.role}.{key} has no effect on {deployment.gpu}; {mend}")
     if pool.max_num_batched_tokens < pool.max_num_seqs:
         raise ValueError(
             f"{pool.role}.max_num_batched_tokens={pool.max_num_batched_tokens}: vLLM wants at least "

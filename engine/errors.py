@@ -11,3 +11,7 @@ class InputError(RackplanError):
 
 class InfeasibleError(RackplanError):
     """The input is right but nothing meets it: no memory, no plan (the command line exits 3)."""
+
+
+class DeployError(RackplanError):
+    """A running engine did not do what was asked of it; what became of it is said (the command line exits 4)."""

@@ -1,4 +1,4 @@
-"""Facts about models and GPUs, read from data/models.yaml and data/gpus.yaml.
+"""Facts about models and GPUs, read from data/models.yaml and data/gpus.yaml, or from a model's folder.
 
 Bytes are bytes, GB are 1e9, TB/s are 1e12: the vendors' units. Every field's provenance is a comment in the data file.
 """
@@ -6,11 +6,16 @@ Bytes are bytes, GB are 1e9, TB/s are 1e12: the vendors' units. Every field's pr
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict
 
 from rackplan.engine.errors import InputError
+from rackplan.engine.model_folder import read_model_folder
+
+Device = Literal["cuda", "cpu"]
 
 
 class _Spec(BaseModel):
@@ -29,9 +34,11 @@ class DraftSpec(_Spec):
 
 
 class ModelSpec(_Spec):
-    """One model as it is served. `kv_bytes_per_token`: all layers together."""
+    """One model as it is served. `checkpoint`: what the engine loads, a hub name or a folder; None where none is
+    published. `kv_bytes_per_token`: all layers together, in `kv_cache_dtype` as vLLM names it."""
 
     name: str
+    checkpoint: str | None = None
     layers: int
     hidden: int
     attention_heads: int
@@ -48,6 +55,7 @@ class ModelSpec(_Spec):
     non_expert_read_bytes_per_layer_step: float
     flops_per_token_dense: dict[str, float]
     kv_bytes_per_token: float
+    kv_cache_dtype: str = "auto"
     state_bytes_per_sequence: float
     decode_kv_read_bytes_per_context_token: float
     decode_kv_read_bytes_per_sequence: float
@@ -88,7 +96,8 @@ class ModelSpec(_Spec):
 
 
 class GpuSpec(_Spec):
-    """One GPU. `host_gb_s`: its link to host memory, one direction."""
+    """One GPU. `host_gb_s`: its link to host memory, one direction. `eager`: vLLM has no CUDA graphs and no async
+    scheduling there."""
 
     name: str
     hbm_gb: float
@@ -99,6 +108,12 @@ class GpuSpec(_Spec):
     gpus_per_tray: int
     host_gb_s: float
     usd_per_gpu_hour: float
+    eager: bool = False
+
+    @property
+    def device(self) -> Device:
+        """What vLLM runs on."""
+        return "cpu" if self.eager else "cuda"
 
 
 @cache
@@ -111,9 +126,10 @@ GPUS: Mapping[str, GpuSpec] = {n: GpuSpec(name=n, **d) for n, d in _load("gpus.y
 
 
 def model_spec(name: str, gpu: str | None = None) -> ModelSpec:
-    """The model as `gpu` serves it: a GPU without FP4 units takes the FP8 experts where there are both."""
+    """The model of that name, or in that folder, as `gpu` serves it: a GPU without FP4 units takes the FP8 experts
+    where there are both. Raises InputError that tells which there are."""
     if name not in MODELS:
-        raise InputError(f"model={name}: unknown; one of {', '.join(MODELS)}")
+        return _of_folder(name)
     model = MODELS[name]
     fp8 = model.bytes_per_routed_expert_fp8
     if gpu == "h200" and fp8:
@@ -126,6 +142,14 @@ def model_spec(name: str, gpu: str | None = None) -> ModelSpec:
             }
         )
     return model
+
+
+@cache
+def _of_folder(name: str) -> ModelSpec:
+    folder = Path(name)
+    if not folder.is_dir():
+        raise InputError(f"model={name}: unknown; one of {', '.join(MODELS)}, or a model's folder")
+    return ModelSpec(name=name, checkpoint=name, **read_model_folder(folder))
 
 
 def gpu_spec(name: str) -> GpuSpec:

@@ -38,7 +38,8 @@ class PoolCost(Protocol):
         decode_requests: FloatArray,
         decode_context: FloatArray,
     ) -> FloatArray:
-        """Rank-local GPU time, elementwise over arrays of any one shape; linear in each argument.
+        """Rank-local GPU time, elementwise over arrays of any one shape, or numbers; linear in each argument, so that a
+        rank with nothing takes none.
 
         prefill_tokens: new tokens in this step. prefill_pairs: sum over chunks of new x (cached + new / 2).
         prefill_context: sum over chunks of the tokens already in the KV cache. decode_requests: decoding requests.

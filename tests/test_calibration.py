@@ -15,6 +15,7 @@ from rackplan.calibration.library import (
     show,
 )
 from rackplan.calibration.predict import predict
+from rackplan.calibration.readers.forward_csv import forward_rows
 from rackplan.calibration.validate import CHECKS, validate
 from rackplan.engine import InputError, model_spec, parse_deployment
 
@@ -65,7 +66,7 @@ def test_kv_transfer_is_what_the_counters_say():
 
 
 def test_rows_that_are_left_out_are_measured_and_named():
-    every = {r.id for name in h200_rows.FORWARD_FILES for r in h200_rows.forward_rows(h200_rows.PROFILES / name)}
+    every = {r.id for name in h200_rows.FORWARD_FILES for r in forward_rows(h200_rows.PROFILES / name)}
     assert set(h200_rows.LEFT_OUT) <= every
     assert every - set(h200_rows.LEFT_OUT) == {r.id for r in h200_rows.profile_rows()}
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackplan.cli import output
 from rackplan.cli.main import app, execute, plan_app
 from rackplan.cli.options import load_base, parse_duration, parse_int, parse_set, parse_tps
 from rackplan.engine import InputError
+from rackplan.engine.files import write_all
 
 EXAMPLE = Path(__file__).parent / "data" / "plan_example.json"
 
@@ -157,7 +157,7 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
     (tmp_path / "old").write_text("old")
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError, match="cannot be written"):
-        output.write_all({tmp_path / "new": "new", tmp_path / "old" / "x": "x"})
+        write_all({tmp_path / "new": "new", tmp_path / "old" / "x": "x"})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "old"]
 
 

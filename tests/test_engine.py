@@ -181,7 +181,7 @@ def test_memory_of_one_rank_by_hand():
 
 @pytest.mark.parametrize("gpu", sorted(GPUS))
 def test_parts_of_the_memory_plan_add_up_to_what_vllm_may_use(gpu):
-    deployment = parse_deployment(contract(gpu=gpu, decode__dep=4 if gpu == "h200" else 32))
+    deployment = parse_deployment(contract(gpu=gpu, decode__dep=min(32, gpu_spec(gpu).nvlink_domain_gpus // 2)))
     for pool in deployment.pools:
         plan = plan_memory(deployment, pool)
         parts = [v for k, v in plan.to_dict().items() if k.endswith("_gib") and k not in

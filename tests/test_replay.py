@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, requests
 
 from rackplan.calibration import campaign, h200, replay
+from rackplan.calibration.against import validate_against
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.physics import experts_touched
-from rackplan.calibration.validate import HELD_OUT, held_out_pct, validate, validate_against
+from rackplan.calibration.readers.bench_serve import read_bench_serve
+from rackplan.calibration.serving import replay_served
+from rackplan.calibration.validate import HELD_OUT, held_out_pct, validate
 from rackplan.engine import InputError, parse_deployment
 from rackplan.simulator.agentx import AGENTX
 from rackplan.simulator.metrics import gpu_time_share
@@ -50,7 +53,7 @@ def test_prefill_only_ends_with_the_first_token():
 @pytest.mark.parametrize("rate", ["r4", "r12"])
 def test_served_runs_come_out_as_measured(rate):
     calibration, path = load_calibration("h200-v2-lite"), h200.SERVED_RUNS[rate]
-    found = {m.name: m for m in replay.replay_served(path, h200.served_deployment(), calibration)}
+    found = {m.name: m for m in replay_served(read_bench_serve(path), h200.served_deployment(), calibration)}
     for name, within in (("output throughput", 0.05), ("mean TPOT", 0.10), ("median TTFT", 0.20)):
         assert found[name].predicted == pytest.approx(found[name].measured, rel=within), name
 
@@ -152,5 +155,5 @@ def test_a_serving_result_of_ones_own_is_compared_metric_by_metric(tmp_path: Pat
     ]
     assert abs(rows[1]["error_pct"]) < 10
     path.write_text('{"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [1]}\n')
-    with pytest.raises(InputError, match="mine.json: has none of"):
+    with pytest.raises(InputError, match="mine.json: start_times is missing; run `vllm bench serve`"):
         validate_against("h200-v2-lite", [path], deployment)

@@ -85,7 +85,7 @@ def test_calibration_tables_are_shown(capsys):
     assert "12" in out
     assert "1.9 / 4.2 %" in out
     row = {"id": "F01", "what": "step", "unit": "ms", "measured": 88, "predicted": 90, "error_pct": 2.3, "role": "fit"}
-    validation = {"name": "a", "rows": [row], "summary": {"median_abs_error_pct": 2.3}}
+    validation = {"name": "a", "rows": [row], "by_metric": [], "summary": {"median_abs_error_pct": 2.3}}
     assert "+2.3 %" in shown(screen.show_validation, validation, capsys)
     step = {"step_ms": 12.0, "terms_ms": {"moe": 6.0}, "interval_ms": [11.0, 13.0], "in_range": False}
     assert shown(screen.show_step, step, capsys).startswith("Warning: outside the measured range")

@@ -23,10 +23,13 @@ P
 SYS=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 rm -rf "$SYS"/torchvision* "$SYS"/torchaudio*      # built for the machine's own, older torch: transformers would import them and fail
 for d in "$SYS"/nvidia/*; do b=$(basename "$d"); [ -e "/tmp/site/nvidia/$b" ] || ln -s "$d" "/tmp/site/nvidia/$b"; done
-# rackplan's engine package, linked by hand: vLLM finds the plug-in in it through the entry points of pyproject.toml.
+# What the machine lacks of rackplan's needs; then its packages, linked by hand: vLLM finds the plug-in in them through the
+# entry points of pyproject.toml.
+python3 -m pip install -q --no-index --no-deps --target /tmp/site "$1"/rp/*.whl
 ROOT=$(realpath "$HERE/../.."); INFO=/tmp/site/rackplan-0.1.0.dist-info
 mkdir -p /tmp/site/rackplan "$INFO"
-ln -sfn "$ROOT/engine" /tmp/site/rackplan/engine; ln -sf "$ROOT/rackplan/__init__.py" /tmp/site/rackplan/
+for p in engine simulator calibration tuner cli; do ln -sfn "$ROOT/$p" "/tmp/site/rackplan/$p"; done
+ln -sf "$ROOT/rackplan/__init__.py" /tmp/site/rackplan/
 printf 'Metadata-Version: 2.1\nName: rackplan\nVersion: 0.1.0\n' > "$INFO/METADATA"
 python3 - "$ROOT/pyproject.toml" > "$INFO/entry_points.txt" <<'P'
 import sys, tomllib

@@ -1,0 +1,195 @@
+"""`rackplan profile`, `deploy`, `status`, `rollback`, `stop`: the commands that touch a real engine."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rackplan.cli import options, output, params
+from rackplan.engine import GPUS, MODELS, InputError
+
+if TYPE_CHECKING:
+    from rackplan.calibration.file import FittedCalibration
+    from rackplan.engine.local import Machine
+    from rackplan.tuner.rollout import Canary
+
+TARGETS = ("local", "shell", "lws", "dynamo", "llm-d")
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add this module's commands to `app`."""
+    for command in (profile, deploy, status, rollback, stop):
+        app.command()(command)
+
+
+def profile(
+    model: params.ProfiledModel,
+    out: params.ProfileDir,
+    gpu: params.EngineGpu = "h200",
+    gpus: params.ProfiledGpus = 1,
+    budget: params.Budget = "20m",  # type: ignore[assignment]
+    python: params.Python = sys.executable,
+    port: params.Port = 8000,
+    input_tokens: params.InputTokens = 2048,
+    output_tokens: params.OutputTokens = 256,
+    max_model_len: params.MaxModelLen = 16384,
+    max_num_seqs: params.MaxSeqs = 256,
+    max_num_batched_tokens: params.MaxBatched = 8192,
+    gpu_memory_utilization: params.Utilization = 0.9,
+    dry_run: params.DryRun = False,
+) -> None:
+    """Measure a model on this machine's vLLM and fit a calibration to it."""
+    options.one_of("--gpu", gpu, GPUS)
+    if not Path(model).is_dir():
+        options.one_of("MODEL", model, MODELS, "a model's folder")
+    from rackplan.engine.machine import engine_release
+    from rackplan.engine.profile import ProfileRequest, describe_plan
+
+    output.check_folder(out)
+    request = ProfileRequest(
+        model=model,
+        gpu=gpu,
+        gpus=gpus,
+        python=python,
+        engine_version=engine_release(python),
+        budget_s=budget,
+        port=port,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    if dry_run:
+        print(*describe_plan(request), sep="\n")
+        return
+    from rackplan.calibration.profile import fit_profile
+    from rackplan.engine.profile_run import Profiler
+
+    Profiler(request, out, _say).run()
+    fitted = fit_profile(out, out.name)
+    fitted.save(out / "calibration.json")
+    print(f"Written: {out / 'profile.json'}, {out / 'calibration.json'}")
+
+
+def deploy(
+    plan: params.PlanFile,
+    target: params.Target = "local",
+    model: params.ServedModel = None,
+    python: params.Python = sys.executable,
+    host: params.Host = "127.0.0.1",
+    port: params.Port = 8000,
+    state: params.StateDir = None,
+    start_timeout: params.StartTimeout = "600s",  # type: ignore[assignment]
+    workload: params.CanaryWorkload = None,
+    concurrency: params.Concurrency = None,
+    rate: params.Rate = None,
+    requests: params.Requests = 100,
+    tolerance: params.Tolerance = 25.0,
+    no_canary: params.NoCanary = False,
+    calibration: params.Calibration = None,
+    json: params.Json = False,
+) -> None:
+    """Put a plan on the engine: start, verify, send a canary load, keep it or bring the old one back."""
+    options.one_of("--target", target, TARGETS)
+    base = options.load_base(plan)
+    from rackplan.engine.deploy_state import Launch
+    from rackplan.engine.machine import engine_release
+    from rackplan.tuner.rollout import verify_with
+
+    canary, fitted = (
+        (None, None) if no_canary else _judge(base, workload, concurrency, rate, requests, tolerance, calibration)
+    )
+    launch = Launch(
+        deployment=base.deployment,
+        device=base.deployment.gpu_spec.device,
+        engine_version=engine_release(python),
+        model=model or base.deployment.model_spec.checkpoint or base.deployment.model,
+        python=python,
+        host=host,
+        port=port,
+    )
+    record = _machine(state, start_timeout).deploy(launch, verify_with(canary, fitted, _say))
+    _print(record.model_dump(mode="json"), json, "show_record")
+
+
+def status(state: params.StateDir = None, json: params.Json = False) -> None:
+    """What this machine serves, and what became of the last deployment."""
+    from rackplan.engine.local_status import status_document
+
+    _print(status_document(_folder(state)), json, "show_status")
+
+
+def rollback(
+    state: params.StateDir = None,
+    start_timeout: params.StartTimeout = "600s",  # type: ignore[assignment]
+    json: params.Json = False,
+) -> None:
+    """End what serves and bring the previous deployment back."""
+    record = _machine(state, start_timeout).rollback()
+    _print(record.model_dump(mode="json"), json, "show_record")
+
+
+def stop(state: params.StateDir = None) -> None:
+    """End all that this machine's deployment runs; a rollback brings it back."""
+    count = _machine(state, 1.0).stop()
+    print(f"{count} processes ended" if count else "nothing was running")
+
+
+def _judge(
+    base: options.Base,
+    workload: str | None,
+    concurrency: int | None,
+    rate: float | None,
+    requests: int,
+    tolerance: float,
+    calibration: str | None,
+) -> "tuple[Canary, FittedCalibration | None]":
+    """The canary, and the calibration that says what it should measure; None where there is none for this model."""
+    from rackplan.tuner.evaluate import fitted_for
+    from rackplan.tuner.rollout import make_canary
+
+    own_load = concurrency is not None or rate is not None
+    canary = make_canary(
+        base.deployment,
+        workload=workload or base.workload,
+        concurrency=concurrency if own_load else base.concurrency,
+        rate_req_s=rate if own_load else base.rate_req_s,
+        prompts=requests,
+        tolerance_pct=tolerance,
+    )
+    named = calibration or base.calibration
+    try:
+        return canary, fitted_for(base.deployment, named)
+    except InputError as e:
+        if named:
+            raise
+        _say(f"no prediction to compare with: {e}")
+        return canary, None
+
+
+def _folder(state: Path | None) -> Any:
+    from rackplan.engine.deploy_state import StateFolder, default_folder
+
+    return StateFolder(state or default_folder())
+
+
+def _machine(state: Path | None, start_timeout_s: float) -> "Machine":
+    from rackplan.engine.local import Machine
+
+    return Machine(_folder(state), _say, start_timeout_s)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print(document: dict[str, Any], as_json: bool, show: str) -> None:
+    if as_json:
+        output.print_json(document)
+        return
+    from rackplan.cli import deploy_screen, screen
+
+    getattr(deploy_screen, show)(document, screen.stdout_console())

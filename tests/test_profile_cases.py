@@ -1,0 +1,57 @@
+"""Shapes of a profile: within the limits, without repeats, and telling however early the profile is cut."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rackplan.engine.profile_cases import ForwardCase, Limits, extremes_first, forward_cases, powers_of_two
+
+LIMITS = st.builds(
+    Limits,
+    batched_tokens=st.integers(64, 65536),
+    seqs=st.integers(1, 1024),
+    kv_tokens=st.integers(1024, 4_000_000),
+    model_len=st.integers(256, 200_000),
+)
+H200 = Limits(batched_tokens=16384, seqs=512, kv_tokens=3_000_000, model_len=65536)
+
+
+@given(limits=LIMITS)
+def test_every_case_is_within_the_limits_and_named_once(limits):
+    cases = forward_cases(limits)
+    assert all(limits.allow(c) for c in cases)
+    assert len({c.name for c in cases}) == len(cases)
+
+
+@given(values=st.lists(st.integers(1, 1000), min_size=1, max_size=30))
+def test_extremes_first_keeps_all_and_begins_with_both_ends(values):
+    order = extremes_first(values)
+    assert sorted(order) == sorted(set(values))
+    assert set(order[:2]) == {min(values), max(values)}
+
+
+def test_the_first_twelve_cases_span_batch_context_and_chunk():
+    first = forward_cases(H200)[:12]
+    decodes = [c for c in first if c.phase == "decode"]
+    assert {c.phase for c in first} == {"decode", "prefill", "mixed"}
+    assert min(c.decode_batch for c in decodes) == 1
+    assert max(c.decode_batch for c in decodes) == 512
+    assert max(c.decode_kv_len for c in decodes) > 16 * min(c.decode_kv_len for c in decodes)
+    fresh = [c.new_tokens for c in first if c.phase == "prefill" and not c.context_tokens]
+    assert max(fresh) == 16384
+    assert min(fresh) == 64
+    assert any(c.context_tokens for c in first)
+
+
+def test_cases_are_written_as_the_engine_reads_them():
+    assert ForwardCase(decode_batch=4, decode_kv_len=1024).argument == "decode_4_1024=4*1@1024"
+    assert ForwardCase(new_tokens=512).argument == "prefill_512=512@512"
+    assert ForwardCase(new_tokens=512, context_tokens=1024).argument == "hit_512_1024=512@1536"
+    mixed = ForwardCase(new_tokens=512, decode_batch=16, decode_kv_len=4096)
+    assert mixed.argument == "mix_512_16_4096=512@512,16*1@4096"
+    assert mixed.kv_tokens == 512 + 16 * 4096
+
+
+def test_powers_end_with_the_last():
+    assert powers_of_two(64, 1000) == [64, 128, 256, 512, 1000]
+    assert powers_of_two(64, 64) == [64]
+    assert powers_of_two(64, 32) == []
