@@ -13,6 +13,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -45,8 +46,8 @@ class Elsewhere(KVConnectorBase_V1):
 
 
 @functools.cache
-def engine_config(model: Path, max_num_seqs: int) -> Any:
-    return EngineArgs(
+def engine_config(model: Path, max_num_seqs: int, role: str, async_scheduling: bool) -> Any:
+    config = EngineArgs(
         model=str(model),
         max_model_len=1024,
         max_num_seqs=max_num_seqs,
@@ -54,14 +55,25 @@ def engine_config(model: Path, max_num_seqs: int) -> Any:
         enable_prefix_caching=False,
         kv_transfer_config={
             "kv_connector": "Elsewhere",
-            "kv_role": "kv_consumer",
+            "kv_role": role,
             "kv_connector_module_path": __name__,
         },
     ).create_engine_config()
+    config.scheduler_config.async_scheduling = async_scheduling  # which vLLM turns off on the CPU
+    return config
 
 
-def make_scheduler(kind: type[Scheduler], model: Path, max_num_seqs: int = 8, blocks: int = 200) -> Scheduler:
-    config = engine_config(model, max_num_seqs)
+def make_scheduler(
+    kind: type[Scheduler],
+    model: Path,
+    max_num_seqs: int = 8,
+    blocks: int = 200,
+    role: str = "kv_consumer",
+    async_scheduling: bool | None = None,
+) -> Scheduler:
+    if async_scheduling is None:
+        async_scheduling = issubclass(kind, AsyncScheduler)
+    config = engine_config(model, max_num_seqs, role, async_scheduling)
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]

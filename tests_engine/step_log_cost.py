@@ -33,7 +33,7 @@ def log_us(model: Path, batch: int) -> float:
         for _ in range(RUNS):
             log._pending.clear()
             step = scheduler._describe(output) | {"kv_loads": scheduler._settle_kv_loads()}
-            log.scheduled(output, step, time.monotonic())
+            log.scheduled(output, step, time.monotonic(), time.monotonic())
             log.processed(output, time.monotonic(), idle_after=False)
         best = min(best, (time.process_time() - begin) / RUNS * 1e6)
     return best

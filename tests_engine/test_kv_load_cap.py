@@ -126,3 +126,18 @@ def test_a_cap_that_is_no_positive_integer_is_refused(value, tiny_moe, monkeypat
     monkeypatch.setenv(CAP, value)
     with pytest.raises(ValueError, match=f"{CAP}={value}"):
         make_scheduler(RackplanScheduler, tiny_moe)
+
+
+def test_a_cap_where_no_kv_is_loaded_is_refused(tiny_moe, monkeypatch):
+    monkeypatch.setenv(CAP, "2")
+    with pytest.raises(ValueError, match="loads no KV"):
+        make_scheduler(RackplanScheduler, tiny_moe, role="kv_producer")
+
+
+CLASSES = [RackplanScheduler, RackplanAsyncScheduler]
+
+
+@pytest.mark.parametrize(("kind", "other"), [CLASSES, CLASSES[::-1]])
+def test_the_class_for_the_other_kind_of_scheduling_is_refused_by_name(kind, other, tiny_moe):
+    with pytest.raises(ValueError, match=f"use {other.__name__}$"):
+        make_scheduler(kind, tiny_moe, async_scheduling=kind is RackplanScheduler)
