@@ -9,8 +9,6 @@ import numpy as np
 
 from rackplan.calibration.records import Step, StepLog
 from rackplan.simulator.cost import PoolCost
-from rackplan.simulator.step import time_steps
-from rackplan.simulator.step_load import StepLoad
 
 Together = tuple[Step | None, ...]
 """What the ranks ran in one step, None for a rank that ran a dummy batch."""
@@ -36,28 +34,32 @@ def _at(log: StepLog, times: np.ndarray, step: Step) -> Step | None:
     return log.steps[near] if abs(times[near] - step.t_s) < step.gap_ms / 2e3 else None
 
 
-def load_of_steps(steps: Together, width: int) -> StepLoad:
-    """The load that the ranks' steps make. `width`: tokens of a dummy batch, 1 + drafts."""
+def requests_of(steps: Together) -> int:
+    """Requests of the rank with most."""
+    return max(s.requests for s in steps if s)
+
+
+def prefills(steps: Together) -> bool:
+    """Does any rank prefill?"""
+    return any(s.prefill for s in steps if s)
+
+
+def gpu_ms(cost: PoolCost, steps: Together, width: int) -> float:
+    """GPU time of one step with even routing, ms. `width`: tokens of a dummy batch, 1 + drafts."""
 
     def per_rank(of_step: Callable[[Step], float]) -> np.ndarray:
         return np.array([float(of_step(s)) if s else 0.0 for s in steps])
 
-    tokens = per_rank(lambda s: s.decode_tokens + sum(new for new, _ in s.prefill))
-    return StepLoad(
-        prefill_tokens=per_rank(lambda s: sum(new for new, _ in s.prefill)),
-        prefill_pairs=per_rank(lambda s: sum(new * (cached + new / 2) for new, cached in s.prefill)),
-        prefill_context=per_rank(lambda s: sum(cached for _, cached in s.prefill)),
-        prefill_chunks=sum(len(s.prefill) for s in steps if s),
-        decode_requests=per_rank(lambda s: s.decode_requests),
-        decode_context=per_rank(lambda s: s.decode_context_tokens),
-        context_growth=np.zeros(len(steps)),
-        tokens=np.where(tokens > 0, tokens, width),
-        admission_ms=0.0,
-        requests=max(s.requests for s in steps if s),
+    new = per_rank(lambda s: sum(new for new, _ in s.prefill))
+    attention = cost.attention_ms(
+        new,
+        per_rank(lambda s: sum(new * (cached + new / 2) for new, cached in s.prefill)),
+        per_rank(lambda s: sum(cached for _, cached in s.prefill)),
+        per_rank(lambda s: s.decode_requests),
+        per_rank(lambda s: s.decode_context_tokens),
     )
-
-
-def gpu_ms(cost: PoolCost, load: StepLoad) -> float:
-    """GPU time of one step with even routing, ms."""
-    times = time_steps(cost, load, 1, 1.0, async_scheduling=False, lead_ms=0.0, seen_ms=0.0, own_worker=False)
-    return float(times.gpu_ms[0])
+    tokens = new + per_rank(lambda s: s.decode_tokens)
+    tokens = np.where(tokens > 0, tokens, width)
+    chunks = sum(len(s.prefill) for s in steps if s)
+    shared = cost.shared_ms(int(tokens.max()), int(tokens.sum()), int(new.sum()), chunks, 1.0)
+    return float(attention.max()) + sum(shared)

@@ -31,8 +31,9 @@ class TokenGaps:
 
     def add(self, walls_ns: list[int], sequences: int) -> None:
         """Steps of `sequences` each."""
-        self.walls_ns.extend(walls_ns)
-        self.sequences.extend([sequences] * len(walls_ns))
+        for wall_ns in walls_ns:
+            self.walls_ns.append(wall_ns)
+            self.sequences.append(sequences)
 
 
 class Instance:
@@ -222,6 +223,8 @@ class Instance:
         batch = self._batch
         cause = self.ranks.idle_cause() if batch.idle_ranks else "dp_imbalance"
         self.time.book_steps(run.sums(), batch.idle_ranks / self.pool.dep, cause)
-        sequences = batch.running - sum([len(plan.loads) for plan in plans.values()])
+        sequences = batch.running
+        for plan in plans.values():
+            sequences -= len(plan.loads)
         if sequences:
             self.token_gaps.add(run.walls_ns, sequences)

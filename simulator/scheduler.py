@@ -89,33 +89,21 @@ def plan_rank(
     `visible_before_ns`: requests that became ready at or after it are not seen yet. `room_tokens`: KV that no running
     request holds or will need in this step; the prefix cache gives way to it.
     """
-    started: list[Sequence] = []
-    chunks: list[tuple[Sequence, int]] = []
-    loads: list[Sequence] = []
-    blocked_by = None
-    width = 1 + draft_tokens
+    width, chunks = 1 + draft_tokens, []
     budget = pool.max_num_batched_tokens - len(rank.decoding) * width
     seats = pool.max_num_seqs - len(rank.decoding) - len(rank.partial)
-    chunk_limit = pool.long_prefill_token_threshold or pool.max_num_batched_tokens
     for seq in rank.partial:
-        new = min(seq.prompt_tokens - seq.computed_tokens, chunk_limit, budget)
+        new = min(seq.prompt_tokens - seq.computed_tokens, _chunk_limit(pool), budget)
         if new > 0:
             chunks.append((seq, new))
             budget -= new
-    # Requests that hold KV already drain first.
-    loaded, cap = rank.loaded, pool.max_new_kv_loads_per_step
-    while loaded and loaded[0].ready_ns < visible_before_ns:
-        blocked_by = _no_place(seats, budget, width)
-        if blocked_by is None and cap is not None and len(loads) >= cap:
-            blocked_by = "admission_cap"
-        if blocked_by:
-            break
-        seq = loaded.popleft()
-        if seq.scheduled_ns < 0:
-            seq.scheduled_ns = now_ns
-        loads.append(seq)
-        budget -= width
-        seats -= 1
+    loads: list[Sequence] = []
+    started: list[Sequence] = []
+    blocked_by = None
+    if rank.loaded:  # requests that hold KV already drain first
+        loads, blocked_by = _take_loaded(rank, pool, now_ns, visible_before_ns, seats, budget, width)
+        budget -= len(loads) * width
+        seats -= len(loads)
     waiting = rank.waiting
     while waiting and waiting[0].ready_ns < visible_before_ns:
         seq = waiting[0]
@@ -125,13 +113,37 @@ def plan_rank(
             break
         waiting.popleft()
         _start_prefill(rank, seq, now_ns, replay_tokens, pool.enable_prefix_caching)
-        new = min(seq.prompt_tokens - seq.computed_tokens, chunk_limit, budget)
+        new = min(seq.prompt_tokens - seq.computed_tokens, _chunk_limit(pool), budget)
         started.append(seq)
         chunks.append((seq, new))
         budget -= new
         seats -= 1
         room_tokens -= seq.prompt_tokens
     return RankPlan(started, chunks, loads, blocked_by)
+
+
+def _take_loaded(
+    rank: Rank, pool: Pool, now_ns: int, visible_before_ns: int, seats: int, budget: int, width: int
+) -> tuple[list[Sequence], str | None]:
+    """Move out what may start to decode, each with `width` tokens; what held the others back."""
+    loads: list[Sequence] = []
+    loaded, cap = rank.loaded, pool.max_new_kv_loads_per_step
+    while loaded and loaded[0].ready_ns < visible_before_ns:
+        blocked_by = _no_place(seats - len(loads), budget - len(loads) * width, width)
+        if blocked_by is None and cap is not None and len(loads) >= cap:
+            blocked_by = "admission_cap"
+        if blocked_by:
+            return loads, blocked_by
+        seq = loaded.popleft()
+        if seq.scheduled_ns < 0:
+            seq.scheduled_ns = now_ns
+        loads.append(seq)
+    return loads, None
+
+
+def _chunk_limit(pool: Pool) -> int:
+    """Most tokens of one prompt in one step."""
+    return pool.long_prefill_token_threshold or pool.max_num_batched_tokens
 
 
 def _no_place(seats: int, budget: int, tokens: int) -> str | None:

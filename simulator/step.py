@@ -86,17 +86,17 @@ def overlap_ms(
     wall, leads = np.empty(len(gpu_ms)), np.empty(len(gpu_ms) + 1)
     leads[0] = lead_ms
     for i, gpu in enumerate(gpu_ms.tolist()):
-        wall[i], leads[i + 1] = overlap_one_ms(gpu, floor_ms, host_ms, float(leads[i]))
+        wall[i], _, leads[i + 1] = overlap_one_ms(gpu, floor_ms, host_ms, float(leads[i]))
     return wall, leads[:-1], leads[1:]
 
 
-def overlap_one_ms(gpu_ms: float, floor_ms: float, host_ms: float, lead_ms: float) -> tuple[float, float]:
-    """(wall, next lead) of one step, as in `overlap_ms`."""
+def overlap_one_ms(gpu_ms: Any, floor_ms: float, host_ms: float, lead_ms: float) -> tuple[Any, Any, Any]:
+    """(wall, lead, next lead) of one step, numbers, as in `overlap_ms`."""
     wall = max(0.0, host_ms - lead_ms) + gpu_ms
     if floor_ms <= host_ms:
-        return wall, gpu_ms
+        return wall, lead_ms, gpu_ms
     wall = max(wall, floor_ms - lead_ms)
-    return wall, lead_ms + wall - max(floor_ms, lead_ms)
+    return wall, lead_ms, lead_ms + wall - max(floor_ms, lead_ms)
 
 
 def time_steps(
@@ -126,22 +126,15 @@ def time_steps(
     shared = cost.shared_ms(widest, load.total_tokens, prefill, load.prefill_chunks, balancedness)
     gpu = slowest + sum(shared)
     floor = cost.launch_floor_ms(widest, prefill > 0)
-    host, sync = cost.host_ms(load.requests) + (load.admission_ms + extra_host_ms), sync_ms
-    wall: Any
-    lead: Any
-    next_lead: Any
-    without_sync: Any
+    host = cost.host_ms(load.requests) + (load.admission_ms + extra_host_ms)
     if not async_scheduling:
-        wall = step_wall_ms(gpu, floor, host, sync, 0.0, async_scheduling)
+        wall = step_wall_ms(gpu, floor, host, sync_ms, 0.0, async_scheduling)
         none = 0.0 if one else np.zeros(steps)
-        return StepTimes(wall, wall - sync, none, none, none, none, 0.0, gpu, slowest, mean, shared)
-    if one:
-        wall, next_lead = overlap_one_ms(gpu, floor, host + sync, lead_ms)
-        lead, without_sync = lead_ms, max(max(0.0, host - lead_ms) + gpu, floor - lead_ms)
-    else:
-        wall, lead, next_lead = overlap_ms(gpu, floor, host + sync, lead_ms)
-        without_sync = np.maximum(np.maximum(0.0, host - lead) + gpu, floor - lead)
-    seen, next_seen, launch = lead, next_lead, max(floor, host + sync)
+        return StepTimes(wall, wall - sync_ms, none, none, none, none, 0.0, gpu, slowest, mean, shared)
+    wall, lead, next_lead = (overlap_one_ms if one else overlap_ms)(gpu, floor, host + sync_ms, lead_ms)
+    longest: Any = max if one else np.maximum
+    without_sync = longest(longest(0.0, host - lead) + gpu, floor - lead)
+    seen, next_seen, launch = lead, next_lead, max(floor, host + sync_ms)
     if own_worker:
         seen, next_seen, launch = seen_ms if one else np.concatenate([[seen_ms], wall[:-1]]), wall, 0.0
     return StepTimes(wall, without_sync, lead, next_lead, seen, next_seen, launch, gpu, slowest, mean, shared)
