@@ -107,6 +107,13 @@ def memory_flags(deployment: Deployment, pool: Pool, placement: Placement) -> Fl
     return flags
 
 
+def model_flags(deployment: Deployment) -> Flags:
+    """What the model's spec takes for granted: bounded replay after a prefix hit, tables that stay in host memory."""
+    model = deployment.model_spec
+    flags = ["--swa-bounded-replay"] if model.replay_tokens_per_hit else []
+    return flags + (["--engram-config", as_json({"cpu_offload": True})] if model.host_bytes else [])
+
+
 def _graph_flags(pool: Pool) -> Flags:
     if pool.max_cudagraph_capture_size == 0:
         return ["--compilation-config", as_json({"cudagraph_mode": "NONE"})]

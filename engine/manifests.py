@@ -54,6 +54,9 @@ def render_shell(deployment: Deployment, placement: Placement, port: int) -> Ren
     the deployment does not fit its GPUs, InputError on what the engine does not carry."""
     check_memory(deployment)
     files, machines = shell_files(deployment, placement, port)
+    if len(placement.hosts) > machines:
+        idle = ",".join(placement.hosts[machines:])
+        raise InputError(f"--hosts {','.join(placement.hosts)}: the deployment takes {machines} of them; remove {idle}")
     apply = ["bash {out}/serve.sh"]
     if machines > 1:
         apply = [f"bash {{out}}/serve.sh {m}  # on {placement.hosts[m]}" for m in range(machines)]

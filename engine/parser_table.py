@@ -33,6 +33,7 @@ _JSON_FLAGS = {
     "--kv-transfer-config": "vllm.config.kv_transfer.KVTransferConfig",
     "--speculative-config": "vllm.config.speculative.SpeculativeConfig",
     "--compilation-config": "vllm.config.compilation.CompilationConfig",
+    "--engram-config": "vllm.config.engram.EngramConfig",
 }
 """Flags whose JSON has keys of its own, and the class that names them."""
 

@@ -61,6 +61,7 @@ def server_command(deployment: Deployment, pool: Pool, slot: Slot, placement: Pl
         *flags.expert_flags(deployment, pool, placement, table),
         *flags.scheduler_flags(deployment, pool, placement, table),
         *flags.memory_flags(deployment, pool, placement),
+        *flags.model_flags(deployment),
         *flags.speculation_flags(deployment),
         *flags.kv_transfer_flags(deployment, pool, placement),
     )

@@ -31,7 +31,7 @@ HOSTILE = [
     "a b",
     "it's",
     'say "hi"',
-    "$(touch /tmp/pwned)",
+    "$(touch pwned)",
     "`id`",
     "$HOME",
     "$$x $$(y)",
@@ -269,7 +269,7 @@ def test_a_hostile_model_name_reaches_the_engine_as_it_is(target, hostile, tmp_p
     for container in pods.values():
         argv = run_as_pod(container, tmp_path, LWS_LEADER_ADDRESS="leader", LWS_WORKER_INDEX="1", x="wrong", y="wrong")
         assert model in argv
-    assert not Path("/tmp/pwned").exists()
+    assert not list(tmp_path.rglob("pwned"))
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
@@ -534,10 +534,11 @@ def test_the_script_starts_exactly_the_servers_commands(hostile, tmp_path):
     wanted = {c.argv[1:] for c in server_commands(deployment, placement)}
     assert started == wanted | {("-m", "rackplan.engine.router", "router.json")}
     assert {f.read_text() for f in tmp_path.glob("*.log")} == {f"/logs/{hostile}", ""}
+    assert not list(tmp_path.rglob("pwned"))
 
 
 def test_the_script_has_each_machines_servers_and_refuses_another_machine(tmp_path):
-    placement = Placement(model="m", hosts=tuple(f"h{i}" for i in range(9)))
+    placement = Placement(model="m", hosts=tuple(f"h{i}" for i in range(6)))
     rendering = render_shell(deployment_of(), placement, 8000)
     assert rendering.commands(Path("o ut")) == [f"bash 'o ut'/serve.sh {m}  # on h{m}" for m in range(6)]
     rendering.write(tmp_path)
@@ -662,6 +663,7 @@ def test_render_writes_the_files_and_says_how_to_apply_them(target, plan_file, t
         (["--target", "lws", "--model-claim", "x"], "--model-claim x: not CLAIM:/PATH"),
         (["--target", "lws", "--model", "/x"], "--model /x: a path in the pods"),
         (["--target", "shell", "--hosts", "a;b"], "--hosts a;b: not names of machines"),
+        (["--target", "shell", "--hosts", "a,b,c,d,e,f,g,h"], "the deployment takes 6 of them; remove g,h"),
         (["--target", "shell"], "--hosts 127.0.0.1: 24 GPUs take 6 machines of 4; name them all"),
     ],
 )

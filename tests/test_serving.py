@@ -459,3 +459,11 @@ def test_another_patch_of_a_release_is_asked_itself(monkeypatch):
         assert "--max-num-seqs" in parser_table("0.32").flags
     finally:
         parser_table.cache_clear()
+
+
+def test_what_a_models_spec_takes_for_granted_is_stated():
+    (flash,) = server_commands(aggregated(model="deepseek-v4.1-flash", gpu="gb300", dep=4), CUDA)
+    assert "--swa-bounded-replay" in flash.argv
+    assert config(flash, "--engram-config") == {"cpu_offload": True}
+    (other,) = server_commands(aggregated(), CUDA)
+    assert not {"--swa-bounded-replay", "--engram-config"} & set(other.argv)
