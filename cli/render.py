@@ -72,9 +72,9 @@ def _shell(
     port: int | None,
 ) -> Any:
     from rackplan.engine.local_servers import FIRST_PORT_ABOVE
-    from rackplan.engine.manifest_router import wants_router
     from rackplan.engine.manifests import render_shell
     from rackplan.engine.placement import Placement
+    from rackplan.engine.router_config import needs_router
 
     eager = deployment.gpu_spec.eager
     entry = port or 8000
@@ -83,7 +83,7 @@ def _shell(
         engine_version=engine or ("0.32" if eager else "0.33"),  # type: ignore[arg-type]
         model=model,
         hosts=tuple(h.strip() for h in hosts.split(",")) if hosts else (),
-        first_port=entry + FIRST_PORT_ABOVE if wants_router(deployment) else entry,
+        first_port=entry + FIRST_PORT_ABOVE if needs_router(deployment) else entry,
         log_dir=log_dir,
     )
     if hosts and not all(re.fullmatch(r"[A-Za-z0-9]([-A-Za-z0-9.:]*[A-Za-z0-9])?", h) for h in placement.hosts):

@@ -28,7 +28,7 @@ class _Part(BaseModel):
 
 class Launch(_Part):
     """What is started and where. `device`: cuda or cpu; `engine_version`: 0.32 or 0.33; `model`: what vLLM loads;
-    `python`: the interpreter that has vLLM; `port`: where the deployment answers; `measure`: are steps logged?"""
+    `python`: the interpreter that has vLLM; `port`: where the deployment answers."""
 
     deployment: Deployment
     device: Device
@@ -37,7 +37,6 @@ class Launch(_Part):
     python: str
     host: str = "127.0.0.1"
     port: int = 8000
-    measure: bool = False
 
 
 class Record(_Part):
