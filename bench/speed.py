@@ -1,6 +1,7 @@
 """CPU seconds, wall seconds and peak memory of this simulator and its peers on the same request files.
 
     python bench/speed.py [--peers FOLDER] [--only TEXT]
+    python bench/speed.py --profile CASE           this simulator's time by function
 
 Every run is a process of its own, measured from its start to its end: interpreter, imports, reading the file, metrics.
 `net CPU s` is less what the same command takes for one request. FOLDER is what bench/peers.sh has filled; without it
@@ -10,15 +11,19 @@ simulating as many requests of the same lengths and arrivals, on as many instanc
 """
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import random
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +78,8 @@ def write_requests(case: Case, requests: int, path: Path) -> None:
 
 
 # -- this simulator --------------------------------------------------------------------------------------------------
-def simulate_case(name: str, path: str) -> None:
-    """Simulate a case in this process and print how many requests ended."""
+def simulate_case(name: str, path: str, agentx_s: float = AGENTX_S, profile: cProfile.Profile | None = None) -> None:
+    """Simulate a case in this process and print how many requests ended. `profile`: of the simulation alone."""
     from rackplan.calibration.library import default_calibration, load_calibration
     from rackplan.engine import parse_deployment
     from rackplan.simulator.metrics import metrics_of
@@ -87,10 +92,28 @@ def simulate_case(name: str, path: str) -> None:
     deployment = parse_deployment(_rack(case) if agentx else _small(case))
     workload = parse_workload("agentx" if agentx else path)
     load = Load(concurrency=case.concurrency or None)
-    options = RunOptions(duration_s=AGENTX_S if agentx else 1e9, drain=not agentx)
+    options = RunOptions(duration_s=agentx_s if agentx else 1e9, drain=not agentx)
     calibration = load_calibration(default_calibration(deployment.model, deployment.gpu))
-    result = simulate(deployment, workload, load, calibration, options)
+    with profile or nullcontext():
+        result = simulate(deployment, workload, load, calibration, options)
     print(metrics_of(result)["requests"]["finished"])
+
+
+def profile_case(name: str) -> None:
+    """Share of time by function, with the built-in functions that it calls itself; AgentX runs for 300 s."""
+    profile = cProfile.Profile()
+    with tempfile.TemporaryDirectory() as folder:
+        requests = Path(folder) / "requests.jsonl"
+        write_requests(CASES[name], CASES[name].requests, requests)
+        simulate_case(name, str(requests), agentx_s=300.0, profile=profile)
+    own: Counter[str] = Counter()
+    for (file, _, function), (_, _, seconds, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        if file != "~":
+            own[f"{Path(file).parent.name}/{Path(file).name} {function}"] += seconds
+        for (by_file, _, by), (_, _, part, _) in callers.items() if file == "~" else ():
+            own[f"{Path(by_file).parent.name}/{Path(by_file).name} {by}"] += part
+    for function, seconds in own.most_common(30):
+        print(f"| {function} | {100 * seconds / own.total():.1f} % |")
 
 
 def _small(case: Case) -> dict[str, Any]:
@@ -219,10 +242,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, metavar="FOLDER")
     parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--profile", metavar="CASE")
     parser.add_argument("--simulate", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.simulate:
         simulate_case(*given.simulate)
+        return
+    if given.profile:
+        profile_case(given.profile)
         return
     for name, case in CASES.items():
         if given.only in name:

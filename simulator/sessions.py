@@ -244,15 +244,15 @@ class SessionSource:
         ends_s = lane.tree.turn_ends_s
         at_s = float(rng.uniform(*START_SHARES)) * float(ends_s[0][-1])
         starts_s, last_s = lane.tree.spans_s
-        for index in np.flatnonzero((starts_s <= at_s) & (last_s > at_s)).tolist():
+        for index in ((starts_s <= at_s) & (last_s > at_s)).nonzero()[0].tolist():
             stream = lane.tree.streams[index]
-            turn = int(np.searchsorted(ends_s[index], at_s, side="right"))
+            turn = int(ends_s[index].searchsorted(at_s, side="right"))
             left_s = float(ends_s[index][min(turn, len(stream.turns) - 1)]) - at_s
             if turn < len(stream.turns) and left_s < _service_s(stream.turns[turn]):
                 turn += 1
             if turn < len(stream.turns):
                 self._resume(lane, index, turn, at_s)
-        for index in np.flatnonzero(last_s <= at_s)[:MOST_IDLE_SESSIONS].tolist():
+        for index in (last_s <= at_s).nonzero()[0][:MOST_IDLE_SESSIONS].tolist():
             self._prime_ended(lane, lane.tree.streams[index])
         if not lane.runs:  # all was in flight
             self._resume(lane, 0, len(lane.tree.streams[0].turns) - 1, at_s)

@@ -4,10 +4,8 @@ A request's way: arrival -> front end -> router -> prefill instance -> KV hand-o
 arrival -> front end -> router -> aggregated instance -> end.
 """
 
-import gc
 from array import array
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memo
 from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import Calibration
+from rackplan.simulator.garbage import rare_collections
 from rackplan.simulator.instance import Instance, TokenGaps
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_transfer import KvTransfers
@@ -94,19 +93,8 @@ def simulate(
 ) -> SimResult:
     """Simulate. Raises InfeasibleError when a pool does not fit its GPUs, InputError when nothing arrives."""
     memory = check_memory(deployment)
-    with _rare_collections():
+    with rare_collections():
         return _Run(deployment, memory, workload, load, calibration, options).run()
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Have Python look for cycles seldom: a run makes millions of objects and few cycles, and keeps many objects."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 class _Run:
