@@ -21,7 +21,7 @@ from rackplan.calibration.campaign import (
     SYNC_FILE,
     TRANSFER_RUN,
     dp_sync_ms,
-    eager_launch_ep_ms,
+    ep_launches,
     lone_prompt_ms,
     transfer,
 )
@@ -35,12 +35,17 @@ from rackplan.calibration.readers.bench_serve import read_bench_serve
 from rackplan.calibration.records import ServedRun
 from rackplan.calibration.rows import Row
 from rackplan.calibration.served import (
+    Launches,
+    PromptSteps,
     decode_intervals_ms,
     frontend_ms,
-    launch_floors_ms,
+    launch_quantiles,
+    launches_of,
+    one_prompt_ms,
+    prompt_launch_ms,
     prompt_steps,
 )
-from rackplan.engine import Deployment, parse_deployment
+from rackplan.engine import Deployment, model_spec, parse_deployment
 
 SERVED_RUNS = {rate: PROFILES / f"bench_serve_agg8192_{rate}_2048x256.json.gz" for rate in ("r4", "r12")}
 SOURCES = (
@@ -56,11 +61,13 @@ CAPTURED_TOKENS = 512
 LOOP_CONTEXTS = (512, 2048)
 """The loop's requests share one cached prompt; past 2,048 tokens reading it together is cheaper than in serving."""
 
+MOST_FLOP_EFFICIENCY = 0.8
+"""Large matrix products in BF16 reach 0.78 of an H200's peak in AIConfigurator's tables: no layer does better."""
 UNKNOWNS = {
     "step_fixed_ms": Unknown(2.0, 0, 20),
-    "dense_flop_efficiency": Unknown(0.5, 0.05, 1.2),
+    "dense_flop_efficiency": Unknown(0.5, 0.05, MOST_FLOP_EFFICIENCY),
     "moe_read_efficiency": Unknown(0.8, 0.2, 1.2),
-    "moe_flop_efficiency": Unknown(0.6, 0.05, 1.2),
+    "moe_flop_efficiency": Unknown(0.6, 0.05, MOST_FLOP_EFFICIENCY),
     "roofline_sharpness": Unknown(3.0, 1, 12),
     "link_efficiency": Unknown(0.3, 0.02, 1.2),
     "comm_fixed_ms": Unknown(0.5, 0, 10),
@@ -69,13 +76,20 @@ UNKNOWNS = {
     "prefill_pair_ms": Unknown(3e-7, 1e-8, 1e-5),
     "prefill_context_ms": Unknown(5e-4, 0, 1e-2),
     "prefill_chunk_ms": Unknown(1.0, 0, 20),
+    "prefill_causal_ms": Unknown(1e-7, 0, 1e-5),
     "routing_sigma": Unknown(0.5, 0.01, 3),
 }
 PROFILE_ONLY = {"profile_fixed_ms": Unknown(0.3, 0, 5)}
 """An exact batch holds a constant that a served step of the same batch does not."""
 ALL_UNKNOWNS = UNKNOWNS | PROFILE_ONLY
-ASSUMED = {"dense_read_efficiency": 0.8}
-"""Reading the dense weights is a constant here (0.7 ms): `step_fixed_ms` takes what this prior leaves."""
+MULTIPROCESSORS, QUERY_TILE = 132, 128
+ASSUMED = {
+    "dense_read_efficiency": 0.8,
+    "prefill_wave_tokens": MULTIPROCESSORS * QUERY_TILE / model_spec(MODEL).attention_heads,
+}
+"""Reading the dense weights is a constant here (0.7 ms): `step_fixed_ms` takes what this prior leaves. Attention gives
+every head's tiles of 128 queries a multiprocessor of their own: 1,056 tokens fill the GPU once. Left to the fit, the
+rows say 1,027."""
 NOTES = (
     "Served decode steps are shorter than exact batches: by a constant, which a single request shows, and by fewer "
     "experts touched. Exact batches route evenly; served ones are read as skewed, and so are all that is predicted.",
@@ -134,11 +148,32 @@ class Fit:
     """All that is found: coefficients by name, the front end's ms, the GPU solution and its rows, host errors in %."""
 
     coefficients: dict[str, float]
+    launch_quantiles: tuple[float, ...]
     profile_fixed_ms: float
     frontend_ms: float
     rows: list[Row]
     gpu: Solution
     host_pct: list[float]
+
+
+def eager_launches(steps: list[PromptSteps]) -> list[Launches]:
+    """Launches past the captured sizes beside decodes: of the runs on one GPU, then of DEP2."""
+    return [*launches_of(steps, CAPTURED_TOKENS, eager=True), ep_launches()]
+
+
+def launch_floors_ms(steps: list[PromptSteps], alone_ms: float) -> dict[str, float]:
+    """Coefficients of launches, means; `alone_ms`: of a prompt beside which nothing decodes."""
+    *one_gpu, ep = eager_launches(steps)
+    prompt_ms = prompt_launch_ms([*one_gpu, ep])
+    beside_ms = one_prompt_ms(one_gpu, prompt_ms)
+    within = launches_of(steps, CAPTURED_TOKENS, eager=False)
+    return {
+        "piecewise_floor_ms": one_prompt_ms(within, 0.0),
+        "eager_floor_ms": alone_ms,
+        "eager_decode_launch_ms": beside_ms - alone_ms,
+        "eager_ep_launch_ms": one_prompt_ms([ep], prompt_ms) - beside_ms,
+        "eager_prompt_launch_ms": prompt_ms,
+    }
 
 
 def served_runs() -> list[ServedRun]:
@@ -165,17 +200,16 @@ def fit() -> Fit:
     gpu = GPU_FIT.fit(rows)
     host, host_pct = fit_host(gpu.values)
     steps = [prompt_steps(run) for run in runs]
-    piecewise, eager = launch_floors_ms(steps, CAPTURED_TOKENS)
     front_ms = frontend_ms(steps)
-    alone = lone_prompt_ms() - front_ms
-    floors = {
-        "piecewise_floor_ms": piecewise,
-        "eager_floor_ms": alone,
-        "eager_decode_launch_ms": eager - alone,
-        "eager_ep_launch_ms": eager_launch_ep_ms() - eager,
-    }
     return Fit(
-        coefficients={**cpu_side(), **dp_sync_ms(), **GPU_FIT.coefficients(gpu.values), **host, **floors},
+        coefficients={
+            **cpu_side(),
+            **dp_sync_ms(),
+            **GPU_FIT.coefficients(gpu.values),
+            **host,
+            **launch_floors_ms(steps, lone_prompt_ms() - front_ms),
+        },
+        launch_quantiles=launch_quantiles(eager_launches(steps), prompt_launch_ms(eager_launches(steps))),
         profile_fixed_ms=gpu.values["profile_fixed_ms"],
         frontend_ms=front_ms,
         rows=rows,
@@ -198,7 +232,7 @@ def build() -> CalibrationFile:
         command="python -m rackplan.calibration.h200",
         sources=tuple(f"data/h200_dsv2lite/{name}" for name in SOURCES),
         rows=tuple(r.id for r in found.rows),
-        coefficients=Coefficients.model_validate(found.coefficients),
+        coefficients=Coefficients.model_validate({**found.coefficients, "launch_quantiles": found.launch_quantiles}),
         coefficient_intervals=bootstrap_intervals(found.gpu, ALL_UNKNOWNS),
         transfer=transfer(),
         frontend_ms=found.frontend_ms,

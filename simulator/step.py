@@ -130,7 +130,7 @@ def time_steps(
     slowest = np.maximum.reduce(attention, axis=1)
     mean = np.add.reduce(attention, axis=1) / attention.shape[1]
     gpu = slowest + sum(shared)
-    floor = cost.launch_floor_ms(widest, prefill > 0)
+    floor = cost.launch_floor_ms(widest, load.prefill_chunks)
     host, sync = cost.host_ms(load.requests) + load.admission_ms, cost.dp_sync_ms()
     if async_scheduling:
         wall, lead, next_lead = overlap_ms(gpu, floor, host + sync, lead_ms)

@@ -1,0 +1,26 @@
+"""Launches that spread: of each step with prompts one draw, from its instance's own random stream."""
+
+import numpy as np
+
+from rackplan.simulator.cost import PoolCost
+
+
+class DrawnLaunches:
+    """A `PoolCost` whose launch floor of a step with prompts is drawn about its mean, once for each such step.
+
+    Steps with prompts are never passed in runs, so that runs and single steps draw alike.
+    """
+
+    def __init__(self, cost: PoolCost, rng: np.random.Generator) -> None:
+        self.launch_quantiles = cost.launch_quantiles
+        self.attention_ms, self.shared_ms, self.host_ms = cost.attention_ms, cost.shared_ms, cost.host_ms
+        self.admission_ms, self.dp_sync_ms = cost.admission_ms, cost.dp_sync_ms
+        self._mean_ms = cost.launch_floor_ms
+        self._shares = np.linspace(0.0, 1.0, len(cost.launch_quantiles))
+        self._rng = rng
+
+    def launch_floor_ms(self, widest_tokens: int, prefill_chunks: int) -> float:
+        mean_ms = self._mean_ms(widest_tokens, prefill_chunks)
+        if not (prefill_chunks and mean_ms):
+            return mean_ms
+        return mean_ms * float(np.interp(self._rng.random(), self._shares, self.launch_quantiles))
