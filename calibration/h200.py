@@ -31,6 +31,7 @@ from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, sol
 from rackplan.calibration.gpu_fit import GpuFit
 from rackplan.calibration.h200_rows import DATA, FORWARD_FILES, PROFILES, profile_rows, served_rows
 from rackplan.calibration.physics import Coefficients
+from rackplan.calibration.profile_gpu import wave_tokens
 from rackplan.calibration.readers.bench_serve import read_bench_serve
 from rackplan.calibration.records import ServedRun
 from rackplan.calibration.rows import Row
@@ -45,7 +46,7 @@ from rackplan.calibration.served import (
     prompt_launch_ms,
     prompt_steps,
 )
-from rackplan.engine import Deployment, model_spec, parse_deployment
+from rackplan.engine import Deployment, gpu_spec, model_spec, parse_deployment
 
 SERVED_RUNS = {rate: PROFILES / f"bench_serve_agg8192_{rate}_2048x256.json.gz" for rate in ("r4", "r12")}
 SOURCES = (
@@ -82,10 +83,9 @@ UNKNOWNS = {
 PROFILE_ONLY = {"profile_fixed_ms": Unknown(0.3, 0, 5)}
 """An exact batch holds a constant that a served step of the same batch does not."""
 ALL_UNKNOWNS = UNKNOWNS | PROFILE_ONLY
-MULTIPROCESSORS, QUERY_TILE = 132, 128
 ASSUMED = {
     "dense_read_efficiency": 0.8,
-    "prefill_wave_tokens": MULTIPROCESSORS * QUERY_TILE / model_spec(MODEL).attention_heads,
+    "prefill_wave_tokens": wave_tokens(model_spec(MODEL), gpu_spec(GPU)),
 }
 """Reading the dense weights is a constant here (0.7 ms): `step_fixed_ms` takes what this prior leaves. Attention gives
 every head's tiles of 128 queries a multiprocessor of their own: 1,056 tokens fill the GPU once. Left to the fit, the

@@ -4,13 +4,12 @@ Ranks of a DP group step together, each with a log of its own; the steps that be
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from rackplan.calibration.records import Step, StepLog
 from rackplan.simulator.cost import PoolCost
-from rackplan.simulator.step import time_steps
-from rackplan.simulator.step_load import StepLoad
 
 Together = tuple[Step | None, ...]
 """What the ranks ran in one step, None for a rank that ran a dummy batch."""
@@ -36,28 +35,43 @@ def _at(log: StepLog, times: np.ndarray, step: Step) -> Step | None:
     return log.steps[near] if abs(times[near] - step.t_s) < step.gap_ms / 2e3 else None
 
 
-def load_of_steps(steps: Together, width: int) -> StepLoad:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointLoad:
+    """What the ranks run in one step together, each (ranks,) but for `chunks`, over all ranks; `requests`: of the rank
+    with most. Arguments of a `PoolCost`."""
+
+    attention: tuple[np.ndarray, ...]
+    tokens: np.ndarray
+    prefill_tokens: int
+    chunks: int
+    requests: int
+
+
+def load_of_steps(steps: Together, width: int) -> JointLoad:
     """The load that the ranks' steps make. `width`: tokens of a dummy batch, 1 + drafts."""
 
     def per_rank(of_step: Callable[[Step], float]) -> np.ndarray:
         return np.array([float(of_step(s)) if s else 0.0 for s in steps])
 
-    tokens = per_rank(lambda s: s.decode_tokens + sum(new for new, _ in s.prefill))
-    return StepLoad(
-        prefill_tokens=per_rank(lambda s: sum(new for new, _ in s.prefill)),
-        prefill_pairs=per_rank(lambda s: sum(new * (cached + new / 2) for new, cached in s.prefill)),
-        prefill_context=per_rank(lambda s: sum(cached for _, cached in s.prefill)),
-        prefill_chunks=sum(len(s.prefill) for s in steps if s),
-        decode_requests=per_rank(lambda s: s.decode_requests),
-        decode_context=per_rank(lambda s: s.decode_context_tokens),
-        context_growth=np.zeros(len(steps)),
+    prefill = per_rank(lambda s: sum(new for new, _ in s.prefill))
+    tokens = prefill + per_rank(lambda s: s.decode_tokens)
+    return JointLoad(
+        attention=(
+            prefill,
+            per_rank(lambda s: sum(new * (cached + new / 2) for new, cached in s.prefill)),
+            per_rank(lambda s: sum(cached for _, cached in s.prefill)),
+            per_rank(lambda s: s.decode_requests),
+            per_rank(lambda s: s.decode_context_tokens),
+        ),
         tokens=np.where(tokens > 0, tokens, width),
-        admission_ms=0.0,
+        prefill_tokens=int(prefill.sum()),
+        chunks=sum(len(s.prefill) for s in steps if s),
         requests=max(s.requests for s in steps if s),
     )
 
 
-def gpu_ms(cost: PoolCost, load: StepLoad) -> float:
+def gpu_ms(cost: PoolCost, load: JointLoad) -> float:
     """GPU time of one step with even routing, ms."""
-    times = time_steps(cost, load, 1, 1.0, async_scheduling=False, lead_ms=0.0, seen_ms=0.0, own_worker=False)
-    return float(times.gpu_ms[0])
+    widest, total = int(load.tokens.max()), int(load.tokens.sum())
+    shared = cost.shared_ms(widest, total, load.prefill_tokens, load.chunks, 1.0)
+    return float(cost.attention_ms(*load.attention).max()) + sum(shared)
