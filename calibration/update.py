@@ -129,7 +129,8 @@ def _refit(
         return np.array([now.mean_ms[t.part] / seen.mean_ms[t.part] - 1 for t in terms])
 
     bounds = (0.0, np.inf)
-    best = least_squares(off, np.ones(len(keys)), bounds=bounds, diff_step=DIFF_STEP, max_nfev=REFITS)
+    step = np.full(len(keys), DIFF_STEP)
+    best = least_squares(off, np.ones(len(keys)), bounds=bounds, diff_step=step, max_nfev=REFITS)
     found = at(best.x)
     moved = ", ".join(keys)
     note = (
