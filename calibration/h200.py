@@ -101,7 +101,7 @@ NOTES = (
     "link's. The set-up holds the decode server's front end and the post; it grows by 4 ms with each ms of a step.",
     "decode_48_60000 on DEP2 is left out: 11 ms more than its bytes take, in one row (calibration/h200_rows.py).",
     "Launches of eager steps took 55 to 132 ms, as other processes shared the CPU: they are drawn from the quantiles "
-    "of three runs about a mean that grows with the prompts in the step. That seconds were slow together is not modelled.",
+    "of three runs about a mean that grows with the prompts in the step. Slow seconds are not modelled.",
     "Launches within captured sizes come from prompts of 16 new tokens beside decodes; of longer no fit run tells.",
     "With async scheduling off, prefills after 16,384 cached tokens or more took up to 15 % longer than their GPU time "
     "and host work; unexplained, not in the fit.",

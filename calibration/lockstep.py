@@ -4,7 +4,6 @@ Ranks of a DP group step together, each with a log of its own; the steps that be
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,43 +34,32 @@ def _at(log: StepLog, times: np.ndarray, step: Step) -> Step | None:
     return log.steps[near] if abs(times[near] - step.t_s) < step.gap_ms / 2e3 else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointLoad:
-    """What the ranks run in one step together, each (ranks,) but for `chunks`, over all ranks; `requests`: of the rank
-    with most. Arguments of a `PoolCost`."""
-
-    attention: tuple[np.ndarray, ...]
-    tokens: np.ndarray
-    prefill_tokens: int
-    chunks: int
-    requests: int
+def requests_of(steps: Together) -> int:
+    """Requests of the rank with most."""
+    return max(s.requests for s in steps if s)
 
 
-def load_of_steps(steps: Together, width: int) -> JointLoad:
-    """The load that the ranks' steps make. `width`: tokens of a dummy batch, 1 + drafts."""
+def prefills(steps: Together) -> bool:
+    """Does any rank prefill?"""
+    return any(s.prefill for s in steps if s)
+
+
+def gpu_ms(cost: PoolCost, steps: Together, width: int) -> float:
+    """GPU time of one step with even routing, ms. `width`: tokens of a dummy batch, 1 + drafts."""
 
     def per_rank(of_step: Callable[[Step], float]) -> np.ndarray:
         return np.array([float(of_step(s)) if s else 0.0 for s in steps])
 
-    prefill = per_rank(lambda s: sum(new for new, _ in s.prefill))
-    tokens = prefill + per_rank(lambda s: s.decode_tokens)
-    return JointLoad(
-        attention=(
-            prefill,
-            per_rank(lambda s: sum(new * (cached + new / 2) for new, cached in s.prefill)),
-            per_rank(lambda s: sum(cached for _, cached in s.prefill)),
-            per_rank(lambda s: s.decode_requests),
-            per_rank(lambda s: s.decode_context_tokens),
-        ),
-        tokens=np.where(tokens > 0, tokens, width),
-        prefill_tokens=int(prefill.sum()),
-        chunks=sum(len(s.prefill) for s in steps if s),
-        requests=max(s.requests for s in steps if s),
+    new = per_rank(lambda s: sum(new for new, _ in s.prefill))
+    attention = cost.attention_ms(
+        new,
+        per_rank(lambda s: sum(new * (cached + new / 2) for new, cached in s.prefill)),
+        per_rank(lambda s: sum(cached for _, cached in s.prefill)),
+        per_rank(lambda s: s.decode_requests),
+        per_rank(lambda s: s.decode_context_tokens),
     )
-
-
-def gpu_ms(cost: PoolCost, load: JointLoad) -> float:
-    """GPU time of one step with even routing, ms."""
-    widest, total = int(load.tokens.max()), int(load.tokens.sum())
-    shared = cost.shared_ms(widest, total, load.prefill_tokens, load.chunks, 1.0)
-    return float(cost.attention_ms(*load.attention).max()) + sum(shared)
+    tokens = new + per_rank(lambda s: s.decode_tokens)
+    tokens = np.where(tokens > 0, tokens, width)
+    chunks = sum(len(s.prefill) for s in steps if s)
+    shared = cost.shared_ms(int(tokens.max()), int(tokens.sum()), int(new.sum()), chunks, 1.0)
+    return float(attention.max()) + sum(shared)

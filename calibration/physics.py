@@ -11,7 +11,6 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
-from scipy.special import ndtri
 
 from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
 from rackplan.simulator.cost import FloatArray, SharedTime
@@ -103,6 +102,8 @@ def padded_tokens(tokens: int, capture_limit: int) -> int:
 @lru_cache(maxsize=256)
 def _choice_shares(experts: int, top_k: int, sigma: float) -> np.ndarray:
     """Chance that a token chooses each expert (experts,), adding up to `top_k`: log-normal weights, none above 1."""
+    from scipy.special import ndtri  # slow to import, and not needed where routing is even
+
     weights = np.exp(sigma * ndtri((np.arange(experts) + 0.5) / experts))
     sure = np.zeros(experts, dtype=bool)
     while True:
@@ -112,6 +113,7 @@ def _choice_shares(experts: int, top_k: int, sigma: float) -> np.ndarray:
         sure |= shares >= 1.0
 
 
+@lru_cache(maxsize=65536)
 def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0) -> float:
     """Expected number of experts that at least one of `tokens` chooses; `sigma`: skew of their popularity."""
     if sigma == 0.0:
@@ -133,6 +135,7 @@ class PhysicalCost:
     ) -> None:
         self.c = coefficients
         self.launch_quantiles = coefficients.launch_quantiles
+        self._wave_tokens = coefficients.prefill_wave_tokens
         self.model: ModelSpec = model or deployment.model_spec
         self.gpu: GpuSpec = deployment.gpu_spec
         self.pool = pool
@@ -154,6 +157,7 @@ class PhysicalCost:
         self._pair_ms = (c.prefill_pair_ms + sum(f.per_pair_ms for f in fixes_off)) / pool.tp
         self._replay_layers = max(0, m.replay_layers - sum(f.full_layers for f in fixes_off))
         self._token_fix_ms = sum(f.per_token_ms for f in fixes_off)
+        self._expert_flops = 6.0 * m.hidden * m.expert_intermediate
         self._shared = lru_cache(maxsize=65536)(self._shared_time)
         late = sum(1.0 / i for i in range(1, pool.dep + 1)) - 1.0  # expected extra of the latest of dep ranks
         self._host_fixed_ms = c.host_step_ms + c.host_jitter_ms * late
@@ -174,8 +178,8 @@ class PhysicalCost:
             + self._request_ms * decode_requests
             + self._context_ms * decode_context
         )
-        if self.c.prefill_wave_tokens:
-            short = self.c.prefill_wave_tokens - prefill_tokens
+        if self._wave_tokens:
+            short = self._wave_tokens - prefill_tokens
             attention = attention + self._pair_ms * prefill_context * (short * (short > 0))
         return attention
 
@@ -206,17 +210,10 @@ class PhysicalCost:
         latency_ms, volume_ms = self._communication_ms(padded, prefill_share, narrow_share)
         # All-to-all brings the hottest GPU its tokens' activations too; all-gather brings every GPU the same.
         crowding_ms = volume_ms * (1 / balancedness - 1) if c.all_to_all else 0.0
-        target = SharedTime(
-            dense=dense_ms,
-            moe=full_ms + thin_ms,
-            ep_imbalance=full_excess + thin_excess + crowding_ms,
-            communication=latency_ms + volume_ms,
-            draft=0.0,
-        )
-        return target._replace(
-            draft=self._draft_ms(widest, total) if self.drafts else 0.0,
-            weight_wait=self._weight_wait_ms(sum(target)) if self.pool.offload.group_size else 0.0,
-        )
+        target = (dense_ms, full_ms + thin_ms, full_excess + thin_excess + crowding_ms, latency_ms + volume_ms)
+        draft_ms = self._draft_ms(widest, total) if self.drafts else 0.0
+        wait_ms = self._weight_wait_ms(sum(target)) if self.pool.offload.group_size else 0.0
+        return SharedTime(*target, draft_ms, wait_ms)
 
     def _weight_wait_ms(self, layers_ms: float) -> float:
         """Waiting for experts that lie in host memory, over the step.
@@ -245,11 +242,8 @@ class PhysicalCost:
         m = self.model
         spec_layers = m.layers - (m.replay_layers if phase == "prefill" else 0)
         layers = m.layers - (self._replay_layers if phase == "prefill" else 0)
-        routed = (spec_layers - m.dense_layers) * m.top_k * self._expert_flops()
+        routed = (spec_layers - m.dense_layers) * m.top_k * self._expert_flops
         return max(0.1 * m.flops_per_token_dense[phase], m.flops_per_token_dense[phase] - routed) * layers / spec_layers
-
-    def _expert_flops(self) -> float:
-        return 6.0 * self.model.hidden * self.model.expert_intermediate
 
     def _flop_rate(self, coarsest: str) -> float:
         """Peak flop per ms of the experts' data type, or of `coarsest` where that has more bits: FP4 checkpoints keep
@@ -264,7 +258,7 @@ class PhysicalCost:
         m, g, c = self.model, self.gpu, self.c
         touched = experts_touched(tokens, m.routed_experts, m.top_k, c.routing_sigma) / self.width
         read_ms = layers * touched * m.bytes_per_routed_expert / (g.hbm_tb_s * 1e9 * c.moe_read_efficiency)
-        flops = tokens * m.top_k / self.width * self._expert_flops()
+        flops = tokens * m.top_k / self.width * self._expert_flops
         flop_ms = layers * flops / (self._flop_rate("fp4") * c.moe_flop_efficiency)
         even = self._roofline(read_ms, flop_ms)
         return even, self._roofline(read_ms, flop_ms / balancedness) - even

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from rackplan.calibration.batch import Batch, gpu_terms_ms
-from rackplan.calibration.lockstep import gpu_ms, joint_steps, load_of_steps
+from rackplan.calibration.lockstep import gpu_ms, joint_steps, prefills, requests_of
 from rackplan.calibration.physics import PhysicalCost
 from rackplan.calibration.readers.profile_folder import ProfileRun
 from rackplan.calibration.records import StepLog
@@ -71,14 +71,13 @@ def served_steps(run: ProfileRun, cost_of: dict[int, PhysicalCost]) -> list[Serv
         if pool.dep not in cost_of:
             continue
         for step, together in joint_steps(logs):
-            load = load_of_steps(together, 1 + run.deployment.speculation.draft_tokens)
             assert step.gap_ms is not None
             found.append(
                 ServedStep(
                     dep=pool.dep,
-                    requests=load.requests,
-                    prefill=load.chunks > 0,
-                    gpu_ms=gpu_ms(cost_of[pool.dep], load),
+                    requests=requests_of(together),
+                    prefill=prefills(together),
+                    gpu_ms=gpu_ms(cost_of[pool.dep], together, 1 + run.deployment.speculation.draft_tokens),
                     wall_ms=step.gap_ms,
                 )
             )

@@ -128,9 +128,8 @@ def _refit(
         now = expected(FittedCalibration(at(scaled)), deployment, window, seconds)
         return np.array([now.mean_ms[t.part] / seen.mean_ms[t.part] - 1 for t in terms])
 
-    bounds = (0.0, np.inf)
     step = np.full(len(keys), DIFF_STEP)
-    best = least_squares(off, np.ones(len(keys)), bounds=bounds, diff_step=step, max_nfev=REFITS)
+    best = least_squares(off, np.ones(len(keys)), bounds=(0.0, np.inf), diff_step=step, max_nfev=REFITS)
     found = at(best.x)
     moved = ", ".join(keys)
     note = (

@@ -28,6 +28,7 @@ def profile(
     out: params.ProfileDir,
     gpu: params.EngineGpu = "h200",
     gpus: params.ProfiledGpus = 1,
+    checkpoint: params.Checkpoint = None,
     budget: params.Budget = "20m",  # type: ignore[assignment]
     python: params.Python = sys.executable,
     port: params.Port = 8000,
@@ -54,6 +55,7 @@ def profile(
         python=python,
         engine_version=engine_release(python),
         budget_s=budget,
+        checkpoint=checkpoint,
         port=port,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
@@ -104,7 +106,7 @@ def deploy(
     )
     launch = Launch(
         deployment=base.deployment,
-        device="cpu" if base.deployment.gpu_spec.eager else "cuda",
+        device=base.deployment.gpu_spec.device,
         engine_version=engine_release(python),
         model=model or base.deployment.model_spec.checkpoint or base.deployment.model,
         python=python,

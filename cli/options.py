@@ -61,6 +61,14 @@ def parse_set(text: str) -> tuple[str, str]:
     return key, value
 
 
+def parse_claim(text: str) -> tuple[str, str]:
+    """A (volume claim, absolute mount path) pair from models:/models."""
+    claim, colon, path = text.partition(":")
+    if not colon or not path.startswith("/") or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
+        raise InputError(f"--model-claim {text}: not CLAIM:/PATH; write models:/models")
+    return claim, path
+
+
 def parse_int(option: str, least: int = 0, most: int = 10**12 - 1) -> Callable[[str | int], int]:
     """A parser of whole numbers from `least` to `most` that names `option` when it refuses."""
 

@@ -132,6 +132,9 @@ NoCanary = Annotated[bool, typer.Option("--no-canary", help="Keep it once it is 
 ProfileDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="The profile's folder; a cut one goes on.")]
 Budget = Annotated[float, _time("--budget", "Wall time that the profile may take.")]
 ProfiledModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or a known name.")]
+Checkpoint = Annotated[
+    str | None, typer.Option("--checkpoint", metavar="PATH", help="What vLLM loads. Default: the model's own.")
+]
 ProfiledGpus = Annotated[int, _whole("--gpus", 1, "N", "GPUs of this machine to use.", 64)]
 InputTokens = Annotated[int, _whole("--input-tokens", 1, "N", "Prompt tokens of the served loads.")]
 OutputTokens = Annotated[int, _whole("--output-tokens", 2, "N", "Output tokens of the served loads.")]
@@ -143,3 +146,27 @@ Utilization = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")]
 EngineGpu = Annotated[str, typer.Option("--gpu", metavar="GPU", help="|".join(GPUS))]
+
+RenderTarget = Annotated[str, typer.Option("--target", metavar="TARGET", help="shell, lws, dynamo or llm-d.")]
+RenderOut = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")]
+EngineRelease = Annotated[
+    str | None, typer.Option("--engine", metavar="RELEASE", help="vLLM's, 0.33 or 0.32. Default: 0.33; 0.32 on cpu.")
+]
+StepLogs = Annotated[str | None, typer.Option("--log-dir", metavar="DIR", help="Servers log their steps there.")]
+Hosts = Annotated[
+    str | None, typer.Option("--hosts", metavar="A,B", help="shell: the machines, in order. Default: this one.")
+]
+RenderPort = Annotated[
+    int | None, _whole("--port", 1, "PORT", "shell: where the deployment answers; 8000 unless given.", 65_000)
+]
+ClusterName = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Of the objects. Default: the model.")]
+Namespace = Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="Default: default.")]
+Image = Annotated[str | None, typer.Option("--image", metavar="IMAGE", help="With vLLM. Default: vLLM's own.")]
+RouterImage = Annotated[
+    str | None, typer.Option("--router-image", metavar="IMAGE", help="lws: with rackplan. Default: rackplan:VERSION.")
+]
+ModelClaim = Annotated[
+    str | None,
+    typer.Option("--model-claim", metavar="CLAIM:PATH", help="The volume claim that holds --model, and its mount."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that are there and differ.")]

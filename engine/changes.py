@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rackplan.engine.deployment import Deployment, Pool
+from rackplan.engine.placement import pool_names
 
 ROUTER = "router"
 ROUTED = ("instances", "dep", "max_num_seqs")
@@ -39,12 +40,7 @@ def restart_needed(old: Deployment, new: Deployment) -> list[Change]:
 
 
 def _named_pools(deployment: Deployment) -> dict[str, Pool]:
-    """Pools by role, a role's second one with its place."""
-    named: dict[str, Pool] = {}
-    for pool in deployment.pools:
-        place = sum(p.role == pool.role for p in deployment.pools[: len(named)])
-        named[pool.role + (f"-{place}" if place else "")] = pool
-    return named
+    return dict(zip(pool_names(deployment), deployment.pools, strict=True))
 
 
 def _layout(deployment: Deployment) -> str:
@@ -58,8 +54,8 @@ def _pool_changes(name: str, old: Pool, new: Pool) -> Iterator[Change]:
 
 
 def _shared_changes(old: Deployment, new: Deployment, pools: dict[str, Pool]) -> Iterator[Change]:
-    parts = ({k: v for k, v in d.to_dict().items() if k != "pools"} for d in (old, new))
-    for knob, before, after in _differences(*parts):
+    before_all, after_all = ({k: v for k, v in d.to_dict().items() if k != "pools"} for d in (old, new))
+    for knob, before, after in _differences(before_all, after_all):
         if knob.startswith("router."):
             restarts: tuple[str, ...] = (ROUTER,)
         else:

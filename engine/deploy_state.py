@@ -17,6 +17,7 @@ from rackplan.engine.errors import InputError
 from rackplan.engine.files import write_all
 from rackplan.engine.parser_table import EngineVersion
 from rackplan.engine.servers import Server, processes_of
+from rackplan.engine.specs import Device
 
 Phase = Literal["starting", "checking", "serving", "stopped", "failed"]
 
@@ -27,16 +28,15 @@ class _Part(BaseModel):
 
 class Launch(_Part):
     """What is started and where. `device`: cuda or cpu; `engine_version`: 0.32 or 0.33; `model`: what vLLM loads;
-    `python`: the interpreter that has vLLM; `port`: where the deployment answers; `measure`: are steps logged?"""
+    `python`: the interpreter that has vLLM; `port`: where the deployment answers."""
 
     deployment: Deployment
-    device: Literal["cuda", "cpu"]
+    device: Device
     engine_version: EngineVersion
     model: str
     python: str
     host: str = "127.0.0.1"
     port: int = 8000
-    measure: bool = False
 
 
 class Record(_Part):

@@ -10,7 +10,8 @@ from typing import Any
 from rackplan.engine.deployment import Deployment, Pool
 from rackplan.engine.errors import InputError
 from rackplan.engine.parser_table import EngineVersion, ParserTable
-from rackplan.engine.placement import Device, Placement, Slot
+from rackplan.engine.placement import Placement, Slot
+from rackplan.engine.specs import Device
 
 Flags = list[str]
 
@@ -20,12 +21,17 @@ ASSUMED = (
 )
 """The scheduler as it is simulated, where no knob changes it."""
 
+ASSUMED_ENVIRONMENT = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "128"}
+"""Outputs that the API server handles in one go: the last of the chunk sizes; the experts' were gone by 0.32."""
+
 DP_SYNC_INTERVAL = "16"
 """Steps between the ranks' agreement on whether any has work left."""
 
-ALL2ALL = {"gb200": "flashinfer_nvlink_one_sided", "gb300": "flashinfer_nvlink_one_sided"}
-"""Expert-parallel exchange by GPU: over a rack's NVLink where there is one, else vLLM's all-gather and reduce-scatter,
-which the profiles of one host were measured with."""
+ALL2ALL = "allgather_reducescatter"
+"""Expert-parallel exchange as it is simulated where the experts' kernel leaves it to vLLM."""
+
+MEGA_MOE = {("deepseek-v4.1-flash", "gb200"), ("deepseek-v4.1-flash", "gb300")}
+"""(model, GPU) whose calibration is of DeepGEMM's MegaMoE, which exchanges tokens within the experts' kernel."""
 
 DRAFT_METHODS = {"DSpark": "dspark", "MTP": "mtp"}
 """vLLM's method by the draft's name in models.yaml; both are weights of the target's own checkpoint."""
@@ -47,8 +53,8 @@ def expert_flags(deployment: Deployment, pool: Pool, placement: Placement, table
     """Expert parallelism and its balancing; both need more than one GPU."""
     if pool.gpus_per_instance == 1:
         return [table.negative("--enable-expert-parallel"), table.negative("--enable-eplb")]
-    backend = ALL2ALL.get(deployment.gpu, "allgather_reducescatter")
-    flags = ["--enable-expert-parallel", "--all2all-backend", backend]
+    kernel = "deep_gemm_mega_moe" if (deployment.model, deployment.gpu) in MEGA_MOE else "auto"
+    flags = ["--enable-expert-parallel", "--all2all-backend", ALL2ALL, "--moe-backend", kernel]
     eplb = deployment.eplb
     if not eplb.enabled:
         return [*flags, table.negative("--enable-eplb")]
@@ -99,6 +105,13 @@ def memory_flags(deployment: Deployment, pool: Pool, placement: Placement) -> Fl
         flags += ["--offload-num-in-group", str(offload.num_in_group)]
         flags += ["--offload-prefetch-step", str(offload.prefetch_step)]
     return flags
+
+
+def model_flags(deployment: Deployment) -> Flags:
+    """What the model's spec takes for granted: bounded replay after a prefix hit, tables that stay in host memory."""
+    model = deployment.model_spec
+    flags = ["--swa-bounded-replay"] if model.replay_tokens_per_hit else []
+    return flags + (["--engram-config", as_json({"cpu_offload": True})] if model.host_bytes else [])
 
 
 def _graph_flags(pool: Pool) -> Flags:
@@ -157,6 +170,16 @@ def dp_sync_flags(pool: Pool, placement: Placement) -> Flags:
 def dp_sync_environment(pool: Pool, placement: Placement) -> dict[str, str]:
     """The model runner decides how ranks agree, so GPUs are told which to take: the second."""
     return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if pool.dep > 1 and placement.device == "cuda" else {}
+
+
+def engine_release(device: Device) -> EngineVersion:
+    """The newest known release that runs on `device`."""
+    return "0.32" if device == "cpu" else "0.33"
+
+
+def kv_transfer_modes(device: Device) -> tuple[str, ...]:
+    """Who may move KV: NIXL's push does not come to an end on the CPU."""
+    return ("pull",) if device == "cpu" else ("push", "pull")
 
 
 def dp_sync_algorithm(device: Device, engine_version: EngineVersion) -> str:

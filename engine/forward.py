@@ -39,7 +39,7 @@ MOST_FAILURES = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardRun:
     """Which engine times the cases. `gpu`: by bench forward, else by the plug-in; `ranks`: data-parallel, each with the
-    same batch; `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`: as the deployment has them."""
+    same batch; `max_model_len`, `max_num_seqs`: as the deployment has them; `kv_gib`: KV pool of a rank on the CPU."""
 
     python: str
     model: str
@@ -47,17 +47,23 @@ class ForwardRun:
     ranks: int
     max_model_len: int
     max_num_seqs: int
-    max_num_batched_tokens: int
     gpu_memory_utilization: float
+    kv_gib: int
+
+    def env(self) -> dict[str, str]:
+        """What the engine is told beside its command: on the CPU its KV pool and a core for each rank."""
+        if self.gpu:
+            return {}
+        cores = "|".join(map(str, range(self.ranks)))
+        return {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
 
     def argv(self, cases: Sequence[ForwardCase], table: Path) -> list[str]:
         """The command that times `cases`; the plug-in's appends to `table` itself."""
         named = [a for c in cases for a in ("--case", c.argument)]
-        sizes = ["--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)]
         if not self.gpu:
-            batched = ["--max-num-batched-tokens", str(self.max_num_batched_tokens)]
             program = [self.python, "-m", "rackplan.engine.vllm_plugin.exact_batches", "--out", str(table)]
-            return [*program, "--model", self.model, "--ranks", str(self.ranks), *sizes, *batched, *named]
+            return [*program, "--model", self.model, "--ranks", str(self.ranks), *named]
+        sizes = ["--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)]
         start, parallel = [self.python], []
         if self.ranks > 1:
             start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
@@ -114,7 +120,7 @@ def _run_once(
 ) -> int:
     """Exit status of one run of the engine; ended at the deadline."""
     by_name = {c.name: c for c in cases}
-    environment = {**os.environ, **KEEP_ENVIRONMENT, MARK: mark}
+    environment = {**os.environ, **run.env(), **KEEP_ENVIRONMENT, MARK: mark}
     process = subprocess.Popen(
         run.argv(cases, table),
         stdout=subprocess.PIPE,
@@ -129,9 +135,10 @@ def _run_once(
         for line in _until(process, deadline_s, mark):
             out.write(line)
             if match := DONE.search(line):
-                if run.gpu:
-                    _append(table, by_name[match[1]], run.ranks, match.groups()[1:])
+                _append(table, by_name[match[1]], run.ranks, match.groups()[1:])
                 on_row(f"{match[1]}: {float(match[4]) / 1e3:.2f} ms")
+            elif (name := line.split(",")[0]) in by_name:  # the plug-in's row, which it has appended itself
+                on_row(f"{name}: {float(line.split(',')[-2]) / 1e3:.2f} ms")
     return process.wait()
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import psutil
 
 from rackplan.engine.deploy_state import Launch, Record
-from rackplan.engine.deployment import Deployment, Role
 from rackplan.engine.errors import InfeasibleError, InputError
 from rackplan.engine.files import write_all
 from rackplan.engine.machine import engine_release, query_gpus
 from rackplan.engine.memory import GIB, check_memory
-from rackplan.engine.router import Instance, RouterConfig
+from rackplan.engine.router_config import Address, needs_router, router_json
 from rackplan.engine.servers import processes_of
 from rackplan.engine.serving import Placement, ServerCommand, server_commands
 
@@ -25,8 +24,6 @@ VLLM = ("-m", "vllm.entrypoints.cli.main")
 """vLLM's command by the interpreter that has it, in place of a `vllm` that may be another's."""
 FIRST_PORT_ABOVE = 100
 """Instances answer this far above the deployment's own port where a router has that."""
-QUEUED_PER_SEAT = 4
-"""Requests that the router lets in for each sequence that may run: a factor; vLLM's own queue has no limit."""
 CPU_RUNTIME_GIB = 2.0
 """A CPU server beyond its weights and KV: PyTorch, vLLM, buffers. A factor; 1.4 to 2 GiB were seen."""
 
@@ -39,13 +36,6 @@ class LocalCommand:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     url: str | None
-
-
-def needs_router(deployment: Deployment) -> bool:
-    """Does more than one address take requests, or a policy that vLLM's own balancing is not?"""
-    pool = deployment.pools[0]
-    own = pool.instances == 1 and (pool.dep == 1 or deployment.router.policy == "least_requests")
-    return deployment.disaggregated or not own
 
 
 def placement_of(launch: Launch, id: str, folder: Path) -> Placement:
@@ -69,7 +59,8 @@ def local_commands(launch: Launch, id: str, folder: Path) -> list[LocalCommand]:
     commands = [_of_server(s, launch) for s in servers]
     if needs_router(launch.deployment):
         path = folder / f"{ROUTER}.json"
-        write_all({path: router_config(launch, servers).model_dump_json(indent=1) + "\n"})
+        addresses = [_address(launch, s) for s in servers if s.port]
+        write_all({path: router_json(launch.deployment, addresses, host=launch.host, port=launch.port)})
         commands.append(
             LocalCommand(
                 name=ROUTER,
@@ -81,36 +72,17 @@ def local_commands(launch: Launch, id: str, folder: Path) -> list[LocalCommand]:
     return commands
 
 
+def _address(launch: Launch, server: ServerCommand) -> Address:
+    ranks = {p.role: p.dep for p in launch.deployment.pools}
+    return Address(role=server.role, url=f"http://{launch.host}:{server.port}", ranks=ranks[server.role])
+
+
 def _of_server(server: ServerCommand, launch: Launch) -> LocalCommand:
     return LocalCommand(
         name=server.name,
         argv=(launch.python, *VLLM, *server.argv[1:]),
         env=server.env,
         url=f"http://{launch.host}:{server.port}" if server.port else None,
-    )
-
-
-def router_config(launch: Launch, servers: tuple[ServerCommand, ...]) -> RouterConfig:
-    """The router of these servers: policy and limits are the deployment's."""
-    deployment = launch.deployment
-
-    def instances(role: Role) -> tuple[Instance, ...]:
-        ranks = {p.role: p.dep for p in deployment.pools}
-        return tuple(
-            Instance(url=f"http://{launch.host}:{s.port}", ranks=ranks[role])
-            for s in servers
-            if s.role == role and s.port
-        )
-
-    last: Role = "decode" if deployment.disaggregated else "aggregated"
-    seats = sum(p.instances * p.dep * p.max_num_seqs for p in deployment.pools_of(last))
-    return RouterConfig(
-        host=launch.host,
-        port=launch.port,
-        policy=deployment.router.policy,
-        entry=instances("prefill") if deployment.disaggregated else instances("aggregated"),
-        decode=instances("decode"),
-        max_in_flight=QUEUED_PER_SEAT * seats,
     )
 
 

@@ -24,6 +24,9 @@ from rackplan.engine.pods import (
 SIDECAR_PORT = 8200
 """vLLM's port behind the sidecar that fetches a prompt's KV, in front of decode servers."""
 
+PICKER_IMAGE = {"hub": "ghcr.io/llm-d", "name": "llm-d-inference-scheduler", "tag": "v0.5.0"}
+"""The endpoint picker whose plug-ins have the names used here."""
+
 SCORERS = {
     "prefix_affinity": [("prefix-cache-scorer", 2.0), ("active-request-scorer", 1.0)],
     "least_requests": [("active-request-scorer", 1.0)],
@@ -129,6 +132,7 @@ def _pool_values(deployment: Deployment, labels: dict[str, str]) -> Manifest:
     return {
         "inferenceExtension": {
             "replicas": 1,
+            "image": PICKER_IMAGE,
             "pluginsConfigFile": "rackplan.yaml",
             "pluginsCustomConfig": {"rackplan.yaml": to_yaml([_picker(deployment)])},
         },

@@ -2,8 +2,8 @@
 
 from rackplan.engine.cluster import API_PORT, Cluster, Manifest, config_map, labels, metadata, selector
 from rackplan.engine.deployment import Deployment
-from rackplan.engine.manifest_router import Address, router_json, wants_router
 from rackplan.engine.pods import PoolPods, pod_spec, pool_pods, shared_objects
+from rackplan.engine.router_config import Address, needs_router, router_json
 from rackplan.engine.serving import ServerCommand
 
 ROUTER_CONFIG = "/etc/rackplan/router.json"
@@ -13,7 +13,7 @@ def lws_manifests(deployment: Deployment, cluster: Cluster) -> list[Manifest]:
     """All objects, those that others refer to first. Requests come in at the Service of the deployment's name."""
     pods = pool_pods(deployment, cluster)
     objects = shared_objects(deployment, cluster) + [_worker_set(deployment, p, cluster) for p in pods]
-    if wants_router(deployment):
+    if needs_router(deployment):
         return objects + _router(deployment, pods, cluster)
     first = {"leaderworkerset.sigs.k8s.io/name": pods[0].name, "leaderworkerset.sigs.k8s.io/worker-index": "0"}
     return [*objects, _service(cluster, {**selector(cluster), **first})]

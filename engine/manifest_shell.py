@@ -3,9 +3,9 @@
 import shlex
 
 from rackplan.engine.deployment import Deployment
-from rackplan.engine.manifest_router import Address, router_json, wants_router
 from rackplan.engine.placement import Placement
 from rackplan.engine.pods import lines_of
+from rackplan.engine.router_config import Address, needs_router, router_json
 from rackplan.engine.serving import ServerCommand, server_commands
 
 _HEAD = """\
@@ -43,11 +43,12 @@ wait -n
 """
 
 
-def shell_files(deployment: Deployment, placement: Placement, port: int) -> dict[str, str]:
-    """serve.sh, and router.json where a router is needed, by name. `port`: where requests come in then."""
+def shell_files(deployment: Deployment, placement: Placement, port: int) -> tuple[dict[str, str], int]:
+    """serve.sh, and router.json where a router is needed, by name; and how many machines they are for.
+    `port`: where requests come in where there is a router."""
     servers = server_commands(deployment, placement)
     machines = range(1 + max(s.machine for s in servers))
-    routed = wants_router(deployment)
+    routed = needs_router(deployment)
     text = _HEAD.format(last=machines[-1])
     for machine in machines:
         text += f"{machine})\n" + "".join(_start(s) for s in servers if s.machine == machine)
@@ -57,7 +58,7 @@ def shell_files(deployment: Deployment, placement: Placement, port: int) -> dict
     files = {"serve.sh": text + _TAIL.format(last=machines[-1])}
     if routed:
         files["router.json"] = _router(deployment, placement, servers, port)
-    return files
+    return files, len(machines)
 
 
 def _start(server: ServerCommand) -> str:

@@ -18,6 +18,7 @@ from rackplan.engine.manifest_llmd import llmd_objects, llmd_values
 from rackplan.engine.manifest_lws import lws_manifests
 from rackplan.engine.manifest_shell import shell_files
 from rackplan.engine.manifest_yaml import to_yaml
+from rackplan.engine.memory import check_memory
 from rackplan.engine.placement import Placement
 from rackplan.engine.serving import check_renderable
 
@@ -49,16 +50,23 @@ class Rendering:
 
 
 def render_shell(deployment: Deployment, placement: Placement, port: int) -> Rendering:
-    """A script for the placement's machines. `port`: the router's, where one is needed."""
-    files = {"deployment.yaml": deployment.to_yaml(), **shell_files(deployment, placement, port)}
-    hosts = placement.hosts or (placement.host,)
-    machines = range(len(hosts)) if len(hosts) > 1 else [0]
-    apply = tuple(f"bash {{out}}/serve.sh {m}" + (f"  # on {hosts[m]}" if len(hosts) > 1 else "") for m in machines)
-    return Rendering(files=files, apply=apply)
+    """A script for the placement's machines. `port`: the router's, where one is needed. Raises InfeasibleError where
+    the deployment does not fit its GPUs, InputError on what the engine does not carry."""
+    check_memory(deployment)
+    files, machines = shell_files(deployment, placement, port)
+    if len(placement.hosts) > machines:
+        idle = ",".join(placement.hosts[machines:])
+        raise InputError(f"--hosts {','.join(placement.hosts)}: the deployment takes {machines} of them; remove {idle}")
+    apply = ["bash {out}/serve.sh"]
+    if machines > 1:
+        apply = [f"bash {{out}}/serve.sh {m}  # on {placement.hosts[m]}" for m in range(machines)]
+    return Rendering(files={"deployment.yaml": deployment.to_yaml(), **files}, apply=tuple(apply))
 
 
 def render_cluster(target: ClusterTarget, deployment: Deployment, cluster: Cluster) -> Rendering:
-    """Manifests or chart values. Raises InputError on what `target` or the engine does not carry."""
+    """Manifests or chart values. Raises InfeasibleError where the deployment does not fit its GPUs, InputError on what
+    `target` or the engine does not carry."""
+    check_memory(deployment)
     check_renderable(deployment, cluster.placement(deployment))
     files = {"deployment.yaml": deployment.to_yaml()}
     kubectl = f"kubectl apply --filename {{out}}/{MANIFESTS}"

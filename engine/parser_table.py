@@ -1,5 +1,7 @@
 """What `vllm serve` accepts: its argument parser as a table, one a release, and the check of a command against it.
 
+The variables that a release reads are in its table too.
+
 The tables in data/vllm_flags_*.json are recorded by running vLLM's own parser: `python -m rackplan.engine.parser_table
 --write FILE` where that release is installed; `--help` says how. A table holds no defaults: those differ by GPU, so
 that a command states all that it means.
@@ -31,6 +33,7 @@ _JSON_FLAGS = {
     "--kv-transfer-config": "vllm.config.kv_transfer.KVTransferConfig",
     "--speculative-config": "vllm.config.speculative.SpeculativeConfig",
     "--compilation-config": "vllm.config.compilation.CompilationConfig",
+    "--engram-config": "vllm.config.engram.EngramConfig",
 }
 """Flags whose JSON has keys of its own, and the class that names them."""
 
@@ -54,10 +57,12 @@ class Flag(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParserTable:
-    """The options of one release. `engine`: its exact version, "0.33.0"; `flags`: by every name and negative name."""
+    """What one release takes. `engine`: its exact version, "0.33.0"; `flags`: by every name and negative name;
+    `environment`: the variables that it reads."""
 
     engine: str
     flags: Mapping[str, Flag]
+    environment: frozenset[str]
 
     def negative(self, name: str) -> str:
         """The option that switches `name` off in this release. Raises InputError where there is none."""
@@ -99,7 +104,14 @@ def parse_table(data: Mapping[str, Any]) -> ParserTable:
     for row in data["flags"]:
         flag = Flag.model_validate(row)
         flags |= dict.fromkeys((*flag.names, *flag.negative), flag)
-    return ParserTable(engine=data["engine"], flags=flags)
+    return ParserTable(engine=data["engine"], flags=flags, environment=frozenset(data["environment"]))
+
+
+def check_environment(env: Mapping[str, str], table: ParserTable) -> None:
+    """Raises InputError on a variable of vLLM's that this release does not read: it would ignore it in silence."""
+    for name in env:
+        if name.startswith("VLLM_") and name not in table.environment:
+            raise InputError(f"{name}: vLLM {table.engine} does not read it; render for a release that does")
 
 
 def check_command(argv: Sequence[str], table: ParserTable) -> None:
@@ -148,7 +160,11 @@ def record() -> dict[str, Any]:
     parser = _vllm_parser()
     flags = [_flag_of(a, parser) for a in parser._actions if a.option_strings and a.dest != "help"]
     rows = [f.model_dump(mode="json", exclude_defaults=True) for f in flags]
-    return {"engine": installed_version(), "flags": sorted(rows, key=lambda r: r["names"][0])}
+    return {
+        "engine": installed_version(),
+        "environment": sorted(import_module("vllm.envs").environment_variables),
+        "flags": sorted(rows, key=lambda r: r["names"][0]),
+    }
 
 
 def _vllm_parser() -> argparse.ArgumentParser:
@@ -219,7 +235,8 @@ def main() -> int:
     found = record()
     if args.write:
         rows = ",\n".join(json.dumps(row) for row in found["flags"])
-        text = f'{{"engine": "{found["engine"]}", "flags": [\n{rows}\n]}}\n'
+        head = json.dumps({k: v for k, v in found.items() if k != "flags"})[:-1]
+        text = f'{head}, "flags": [\n{rows}\n]}}\n'
         args.write.write_text(text, encoding="utf-8")
         print(f"{args.write}: {len(found['flags'])} options of vLLM {found['engine']}")
         return 0

@@ -8,13 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rackplan.engine.deployment import Deployment, Pool
 from rackplan.engine.errors import InputError
 from rackplan.engine.parser_table import EngineVersion
-
-Device = Literal["cuda", "cpu"]
+from rackplan.engine.specs import Device
 
 SCHEDULER_MODULE = "rackplan.engine.vllm_plugin.scheduler"
 """Where vLLM finds rackplan's scheduler classes, with rackplan installed beside it."""
@@ -105,6 +103,13 @@ def ranks_per_node(pool: Pool, devices: int) -> tuple[int, int]:
     return nodes, pool.dep // nodes
 
 
+def pool_names(deployment: Deployment) -> list[str]:
+    """A name for every pool, in order: its role, a role's later ones with their place ("prefill", "prefill-1")."""
+    roles = [p.role for p in deployment.pools]
+    places = [roles[:i].count(r) for i, r in enumerate(roles)]
+    return [r + (f"-{n}" if n else "") for r, n in zip(roles, places, strict=True)]
+
+
 def numbered_instances(deployment: Deployment) -> list[tuple[Pool, int]]:
     """(pool, number) of every instance, pools in order; numbers run on over the pools of a role."""
     seen: Counter[str] = Counter()
@@ -127,8 +132,8 @@ def lay_out(deployment: Deployment, placement: Placement) -> list[tuple[Pool, tu
     for k, (pool, instance) in enumerate(instances):
         nodes, ranks = ranks_per_node(pool, devices)
         taken = _take(free, nodes, ranks * pool.tp, devices)
-        _check_machines(placement, len(free), deployment.gpus, devices)
-        hosts = [placement.hosts[m] if placement.hosts else placement.host for m, _ in taken]
+        # Past the last name, `_check_machines` refuses all of it.
+        hosts = [placement.hosts[m] if m < len(placement.hosts) else placement.host for m, _ in taken]
         slots = tuple(
             Slot(
                 instance=instance,
@@ -147,6 +152,7 @@ def lay_out(deployment: Deployment, placement: Placement) -> list[tuple[Pool, tu
         )
         ranks_before += pool.dep
         laid.append((pool, slots))
+    _check_machines(placement, len(free), deployment.gpus, devices)
     return laid
 
 
@@ -165,11 +171,10 @@ def _take(free: list[int], nodes: int, width: int, devices: int) -> Sequence[tup
 
 
 def _check_machines(placement: Placement, machines: int, gpus: int, devices: int) -> None:
-    have = max(1, len(placement.hosts))
-    if machines > have:
+    if machines > max(1, len(placement.hosts)):
         raise InputError(
-            f"hosts={','.join(placement.hosts) or placement.host}: {gpus} GPUs do not fit {have} machine(s) of "
-            f"{devices}; name {machines} or more machines, or change devices_per_node"
+            f"--hosts {','.join(placement.hosts) or placement.host}: {gpus} GPUs take {machines} machines of "
+            f"{devices}; name them all"
         )
 
 

@@ -25,7 +25,7 @@ from rackplan.engine.cluster import (
 from rackplan.engine.deployment import Deployment, Pool
 from rackplan.engine.errors import InputError
 from rackplan.engine.flags import needs_scheduler_class
-from rackplan.engine.placement import Placement, Slot, ranks_per_node
+from rackplan.engine.placement import Placement, Slot, pool_names, ranks_per_node
 from rackplan.engine.serving import ServerCommand, server_command
 
 CLIQUE_LABEL = "nvidia.com/gpu.clique"
@@ -52,23 +52,22 @@ class PoolPods:
 
 
 def pool_pods(deployment: Deployment, cluster: Cluster, decode_port: int = API_PORT) -> list[PoolPods]:
-    """The pods of every pool, in order; a role's second pool is named after its place. `decode_port`: the API's of
-    decode servers, where something else stands before them."""
+    """The pods of every pool, in order. `decode_port`: the API's of decode servers, where something else stands before
+    them."""
     placement = cluster.placement(deployment)
     devices = deployment.gpu_spec.gpus_per_tray
     pods = []
-    for i, pool in enumerate(deployment.pools):
+    for pool, name in zip(deployment.pools, pool_names(deployment), strict=True):
         nodes, ranks = ranks_per_node(pool, devices)
         port = decode_port if pool.role == "decode" else API_PORT
         commands = [
             server_command(deployment, pool, _slot(node, nodes, ranks, port), placement)
             for node in range(min(nodes, 2))
         ]
-        before = sum(p.role == pool.role for p in deployment.pools[:i])
         pods.append(
             PoolPods(
                 pool=pool,
-                name=f"{cluster.name}-{pool.role}" + (f"-{before}" if before else ""),
+                name=f"{cluster.name}-{name}",
                 nodes=nodes,
                 gpus=ranks * pool.tp,
                 leader=commands[0],

@@ -10,11 +10,10 @@ from rackplan.engine.deploy_state import Launch
 from rackplan.engine.deployment import Deployment, parse_deployment
 from rackplan.engine.errors import InputError
 from rackplan.engine.flags import dp_sync_algorithm
-from rackplan.engine.memory import plan_memory
+from rackplan.engine.memory import GIB, plan_memory
 from rackplan.engine.parser_table import EngineVersion
-from rackplan.engine.placement import Device
 from rackplan.engine.profile_cases import Limits, forward_cases
-from rackplan.engine.specs import gpu_spec
+from rackplan.engine.specs import Device, gpu_spec
 
 FILE = "profile.json"
 LOAD_SHARES = (0.35, 0.7)
@@ -60,7 +59,8 @@ class Profile(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """What to profile. `gpus`: ranks 1, 2, 4 ... up to it; `budget_s`: of wall time; `input_tokens`, `output_tokens`:
+    """What to profile. `checkpoint`: what vLLM loads, None for the model's own; `gpus`: ranks 1, 2, 4 ... up to it;
+    `budget_s`: of wall time; `input_tokens`, `output_tokens`:
     of the served requests; `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`: of every rank."""
 
     model: str
@@ -69,6 +69,7 @@ class ProfileRequest:
     python: str
     engine_version: EngineVersion
     budget_s: float
+    checkpoint: str | None = None
     port: int = 8000
     input_tokens: int = 2048
     output_tokens: int = 256
@@ -94,7 +95,7 @@ class ProfileRequest:
     @property
     def device(self) -> Device:
         """What vLLM runs on."""
-        return "cpu" if gpu_spec(self.gpu).eager else "cuda"
+        return gpu_spec(self.gpu).device
 
     def ranks(self) -> list[int]:
         """Instance widths to profile, those that divide the experts."""
@@ -118,6 +119,8 @@ class ProfileRequest:
         """What a rank of an instance of `dep` can run."""
         deployment = self.aggregated(dep)
         kv_tokens = plan_memory(deployment, deployment.pools[0]).kv_tokens
+        if deployment.gpu_spec.eager:
+            kv_tokens = int(self.cpu_kv_gib(dep) * GIB / deployment.model_spec.kv_bytes_per_token)
         return Limits(
             batched_tokens=self.max_num_batched_tokens,
             seqs=self.max_num_seqs,
@@ -125,13 +128,18 @@ class ProfileRequest:
             model_len=self.max_model_len,
         )
 
+    def cpu_kv_gib(self, dep: int) -> int:
+        """KV pool of a rank on the CPU, as its servers have it: whole GiB."""
+        deployment = self.aggregated(dep)
+        return max(1, int(plan_memory(deployment, deployment.pools[0]).kv_pool_gib))
+
     def launch(self, deployment: Deployment) -> Launch:
         """`deployment` on this machine, steps logged."""
         return Launch(
             deployment=deployment,
             device=self.device,
             engine_version=self.engine_version,
-            model=deployment.model_spec.checkpoint or self.model,
+            model=self.checkpoint or deployment.model_spec.checkpoint or self.model,
             python=self.python,
             port=self.port,
         )

@@ -71,6 +71,7 @@ class Limits:
     model_len: int
 
     def allow(self, case: ForwardCase) -> bool:
+        """Can a rank run it?"""
         longest = max(case.new_tokens + case.context_tokens, case.decode_kv_len)
         requests = case.decode_batch + bool(case.new_tokens)
         return (

@@ -27,7 +27,7 @@ from rackplan.engine.servers import Report, start, stop, wait_healthy
 FORWARD_SHARE = 0.5
 """Of the time, for exact batches; serving has the rest."""
 START_TIMEOUT_S = 600.0
-LOAD_S = 30.0
+LOAD_S = 25.0
 """How long arrivals last in a served load."""
 LEAST_PROMPTS, MOST_PROMPTS = 24, 600
 SERVER_LOGS = ("steps_aggregated-", "steps_prefill-", "steps_decode-")
@@ -66,7 +66,7 @@ class Profiler:
                         f"give another folder"
                     )
             return profile
-        eager = self.request.aggregated(1).gpu_spec.eager
+        cpu = self.request.device == "cpu"
         profile = Profile(
             model=self.request.model,
             gpu=self.request.gpu,
@@ -75,9 +75,9 @@ class Profiler:
             command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             git_revision=git_revision(),
             versions=versions(self.request.python),
-            gpus=["cpu"] * self.request.gpus if eager else gpu_names(),
+            gpus=["cpu"] * self.request.gpus if cpu else gpu_names(),
             environment=watched_environment(),
-            time_kind="wall" if eager else "gpu",
+            time_kind="wall" if cpu else "gpu",
         )
         self._save(profile)
         return profile
@@ -121,7 +121,7 @@ class Profiler:
             ranks=ranks,
             max_model_len=request.max_model_len,
             max_num_seqs=request.max_num_seqs,
-            max_num_batched_tokens=request.max_num_batched_tokens,
+            kv_gib=request.cpu_kv_gib(ranks),
             gpu_memory_utilization=request.gpu_memory_utilization,
         )
 
@@ -158,7 +158,7 @@ class Profiler:
         """One load: the pilot keeps all seats taken, the others arrive at shares of the rate that it reached."""
         pilot, _, index = name.rpartition("_load")
         if not pilot:
-            prompts = min(MOST_PROMPTS, max(LEAST_PROMPTS, 2 * self.request.max_num_seqs))
+            prompts = min(MOST_PROMPTS, max(LEAST_PROMPTS, self.request.max_num_seqs))
             run = self._run_of(name, launch.deployment, prompts=prompts, concurrency=self.request.max_num_seqs)
         else:
             rate = LOAD_SHARES[int(index)] * self._rate_of(f"{pilot}_pilot")

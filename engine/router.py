@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector, web
-from pydantic import BaseModel, ConfigDict, Field
 
 from rackplan.engine.balancing import Backend, Balancer, Prompt, prompt_of
-from rackplan.engine.deployment import RouterPolicy
+from rackplan.engine.router_config import RouterConfig
 
 REMOTE_DECODE = {
     "do_remote_decode": True,
@@ -32,31 +31,6 @@ NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens")
 RANK_HEADER = "X-data-parallel-rank"
 CHECK_S = 2.0
 MOST_BODY_BYTES = 64 << 20
-
-
-class Instance(BaseModel):
-    """One instance: where it answers, and how many data-parallel ranks a request can be sent to."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    url: str
-    ranks: int = Field(1, ge=1)
-
-    def backends(self) -> list[Backend]:
-        """One a rank."""
-        return [Backend(self.url, r if self.ranks > 1 else None) for r in range(self.ranks)]
-
-
-class RouterConfig(BaseModel):
-    """What the router is told. `entry`: the instances that requests enter; `decode`: those that take them over, empty
-    where prefill and decode are one. `max_in_flight`: requests at which the next is refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    host: str = "127.0.0.1"
-    port: int = Field(ge=1, le=65535)
-    policy: RouterPolicy
-    entry: tuple[Instance, ...] = Field(min_length=1)
-    decode: tuple[Instance, ...] = ()
-    max_in_flight: int = Field(ge=1)
 
 
 class Router:

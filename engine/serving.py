@@ -11,7 +11,7 @@ from rackplan.engine import flags
 from rackplan.engine.deployment import Deployment, Pool, Role
 from rackplan.engine.errors import InputError
 from rackplan.engine.memory import plan_memory
-from rackplan.engine.parser_table import check_command, parser_table
+from rackplan.engine.parser_table import check_command, check_environment, parser_table
 from rackplan.engine.placement import Placement, Slot, lay_out
 
 MIN_KV_GIB = 1
@@ -61,18 +61,21 @@ def server_command(deployment: Deployment, pool: Pool, slot: Slot, placement: Pl
         *flags.expert_flags(deployment, pool, placement, table),
         *flags.scheduler_flags(deployment, pool, placement, table),
         *flags.memory_flags(deployment, pool, placement),
+        *flags.model_flags(deployment),
         *flags.speculation_flags(deployment),
         *flags.kv_transfer_flags(deployment, pool, placement),
     )
-    check_command(argv, table)
     name = f"{pool.role}-{slot.instance}"
+    env = _environment(deployment, pool, slot, placement, name)
+    check_command(argv, table)
+    check_environment(env, table)
     return ServerCommand(
         name=name + (f"-node-{slot.node}" if slot.node else ""),
         role=pool.role,
         instance=slot.instance,
         node=slot.node,
         argv=argv,
-        env=_environment(deployment, pool, slot, placement, name),
+        env=env,
         port=None if slot.node else slot.api_port,
         devices=slot.devices,
         machine=slot.machine,
@@ -81,7 +84,7 @@ def server_command(deployment: Deployment, pool: Pool, slot: Slot, placement: Pl
 
 def _environment(deployment: Deployment, pool: Pool, slot: Slot, placement: Placement, server: str) -> dict[str, str]:
     env = _cpu_environment(deployment, pool, slot, placement) if placement.device == "cpu" else _cuda_environment(slot)
-    env |= flags.dp_sync_environment(pool, placement)
+    env |= flags.ASSUMED_ENVIRONMENT | flags.dp_sync_environment(pool, placement)
     if deployment.disaggregated:
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": slot.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(slot.kv_port)}
     if pool.max_new_kv_loads_per_step is not None:
@@ -124,9 +127,9 @@ def _pool_misfits(deployment: Deployment, pool: Pool, placement: Placement) -> l
     if pool.long_prefill_token_threshold > deployment.context_limit:
         threshold = f"{pool.role}.long_prefill_token_threshold={pool.long_prefill_token_threshold}"
         return [f"{threshold} past max_model_len={deployment.context_limit} (set 0)"]
+    misfits = _draft_misfits(deployment, pool)
     if placement.device == "cuda":
-        return []
-    misfits = []
+        return misfits
     if pool.async_scheduling:
         misfits.append(f"{pool.role}.async_scheduling=true (set false)")
     if pool.max_cudagraph_capture_size:
@@ -134,3 +137,14 @@ def _pool_misfits(deployment: Deployment, pool: Pool, placement: Placement) -> l
     if pool.offload.group_size:
         misfits.append(f"{pool.role}.offload.group_size={pool.offload.group_size} (set 0)")
     return misfits
+
+
+def _draft_misfits(deployment: Deployment, pool: Pool) -> list[str]:
+    """Prefill servers have the draft as well, so its experts must lie evenly there too."""
+    draft, width = deployment.model_spec.draft, pool.gpus_per_instance
+    if pool.role != "prefill" or draft is None or not deployment.speculation.draft_tokens or width == 1:
+        return []
+    experts = draft.experts + deployment.redundant_experts(pool)
+    if experts % width == 0:
+        return []
+    return [f"prefill.dep={pool.dep} with {experts} experts of the draft (set a dep that divides them)"]

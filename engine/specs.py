@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict
 
 from rackplan.engine.errors import InputError
 from rackplan.engine.model_folder import read_model_folder
+
+Device = Literal["cuda", "cpu"]
 
 
 class _Spec(BaseModel):
@@ -106,6 +109,11 @@ class GpuSpec(_Spec):
     host_gb_s: float
     usd_per_gpu_hour: float
     eager: bool = False
+
+    @property
+    def device(self) -> Device:
+        """What vLLM runs on."""
+        return "cpu" if self.eager else "cuda"
 
 
 @cache

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-from scipy.optimize import brentq
 
 from rackplan.simulator.streams import Streams
 
@@ -40,7 +39,8 @@ class Acceptance:
 
     def _draw(self, request_id: int) -> float:
         while request_id >= len(self._normal):
-            self._normal = np.concatenate([self._normal, self._rng.standard_normal(4096)])
+            more = self._rng.standard_normal(max(4096, len(self._normal)))
+            self._normal = np.concatenate([self._normal, more])
         return float(self._normal[request_id])
 
 
@@ -55,6 +55,8 @@ def _second_moment(draft_tokens: int, acceptance_length: float) -> float:
         return 1.0
     if acceptance_length >= draft_tokens + 1:
         return float((draft_tokens + 1) ** 2)
+    from scipy.optimize import brentq  # slow to import, and not needed without drafts
+
     p = brentq(lambda x: mean(x) - acceptance_length, 0.0, 1.0)
     # E[Y^2] = sum over j >= 0 of (2j + 1) P(Y > j)
     return float(((2 * powers + 1) * p**powers).sum())

@@ -1,8 +1,8 @@
 """GPU time by cause. Every nanosecond of every GPU of an instance is booked once, so the causes add up to all of it."""
 
-import numpy as np
-
-from rackplan.simulator.step import CAUSES, StepTimes
+from rackplan.simulator.request import NS_PER_MS
+from rackplan.simulator.step import CAUSES
+from rackplan.simulator.step_run import StepSums
 
 
 class GpuTime:
@@ -16,24 +16,28 @@ class GpuTime:
         """Book `ns` in which no step ran, on all GPUs, to `cause`."""
         self.ns[cause] += ns * self.gpus
 
-    def book_steps(self, times: StepTimes, wall_ns: np.ndarray, idle_share: float, idle_cause: str) -> None:
+    def book_steps(self, sums: StepSums, idle_share: float, idle_cause: str) -> None:
         """Book a run of steps. `idle_share`: ranks without a request, which run dummy batches; their GPU time goes to
         `idle_cause`. What is beyond the GPU's time is the sync's where the step would be shorter without it, else the
         host's, and so is waiting for weights from host memory."""
-        steps = len(wall_ns)
-        add = np.add.reduce  # as `sum` does, without its wrapper
-        total = float(add(wall_ns))
-        gpu = min(total, float(add(times.gpu_ms)) * 1e6)
-        sync = min(total - gpu, float(add(times.wall_ms - times.wall_without_sync_ms)) * 1e6)
-        slowest = float(add(times.attention_ms)) * 1e6
-        skew = slowest - float(add(times.attention_mean_ms)) * 1e6  # idle ranks' share is in their dummy batches
-        lost = {
-            "dp_sync": sync,
-            "host": total - gpu - sync + (1.0 - idle_share) * steps * times.shared.weight_wait * 1e6,
-            "ep_imbalance": (1.0 - idle_share) * steps * times.shared.ep_imbalance * 1e6,
-            "dp_imbalance": max(0.0, skew - idle_share * slowest),
-        }
-        lost[idle_cause] = lost.get(idle_cause, 0.0) + idle_share * gpu
-        for cause, ns in lost.items():
-            self.ns[cause] += ns * self.gpus
-        self.ns["compute"] += (total - sum(lost.values())) * self.gpus
+        steps, total, gpu_ms, sync_ms, attention_ms, mean_ms, shared = sums
+        busy_ns = (1.0 - idle_share) * steps
+        gpu = min(total, gpu_ms * NS_PER_MS)
+        sync = min(total - gpu, sync_ms * NS_PER_MS)
+        slowest = attention_ms * NS_PER_MS
+        skew = slowest - mean_ms * NS_PER_MS  # idle ranks' share is in their dummy batches
+        host = total - gpu - sync + busy_ns * shared.weight_wait * NS_PER_MS
+        ep_imbalance = busy_ns * shared.ep_imbalance * NS_PER_MS
+        dp_imbalance = max(0.0, skew - idle_share * slowest)
+        dummies = idle_share * gpu
+        ns, gpus = self.ns, self.gpus
+        if idle_cause == "dp_imbalance":
+            dp_imbalance += dummies
+            dummies = 0.0
+        else:
+            ns[idle_cause] += dummies * gpus
+        ns["dp_sync"] += sync * gpus
+        ns["host"] += host * gpus
+        ns["ep_imbalance"] += ep_imbalance * gpus
+        ns["dp_imbalance"] += dp_imbalance * gpus
+        ns["compute"] += (total - (sync + host + ep_imbalance + dp_imbalance + dummies)) * gpus

@@ -20,7 +20,6 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from scipy.special import ndtri
 
 from rackplan.simulator.sessions import SessionTree, SessionWorkload, Stream, Turn
 from rackplan.simulator.streams import Streams
@@ -49,6 +48,8 @@ class Lognormal:
         self._median, self._sigma = median, sigma
 
     def __call__(self, shares: Array) -> Array:
+        from scipy.special import ndtri  # slow to import, and not needed by other workloads
+
         return self._median * np.exp(self._sigma * ndtri(shares))
 
 

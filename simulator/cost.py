@@ -44,7 +44,8 @@ class PoolCost(Protocol):
         decode_requests: FloatArray,
         decode_context: FloatArray,
     ) -> FloatArray:
-        """Rank-local GPU time, elementwise over arrays of any one shape; linear in what decodes, 0 for nothing.
+        """Rank-local GPU time, elementwise over arrays of any one shape, or numbers; linear in what decodes, and a rank
+        with nothing takes none.
 
         prefill_tokens: new tokens in this step. prefill_pairs: sum over chunks of new x (cached + new / 2).
         prefill_context: sum over chunks of the tokens already in the KV cache. decode_requests: decoding requests.

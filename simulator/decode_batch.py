@@ -1,50 +1,92 @@
-"""The decoding requests of an instance: how many, how long their contexts are, which KV is left, and who ends when.
+"""The requests that an instance runs: how many a rank has, how long their contexts are, which KV is left, and who ends
+when.
 
 A request's context grows by a constant per step, so a rank's is base + growth x step and needs no update as steps pass.
+Numbers are kept by rank in cells that are read one by one where one rank changes and as vectors where all count.
 """
 
 import heapq
+from array import array
 
 import numpy as np
 
 from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.scheduler import Rank, Sequence
 
+SPARE_TOKENS = 1.0
+"""By which a bound on KV room is kept clear of rounding."""
+
+
+def _cells(n: int) -> tuple[array, np.ndarray]:
+    """(n,) zeros, as numbers and as the vector that they are."""
+    cells = array("d", bytes(8 * n))
+    return cells, np.frombuffer(cells)
+
 
 class DecodeBatch:
     """`requests`, `growth`, `held` (ranks,): decoding requests, tokens that they add per step, and KV tokens of prompts
-    in prefill or hand-over. `step`: lockstep steps so far; `running`: decoding requests of all ranks."""
+    in prefill or hand-over. `step`: lockstep steps so far; `running`: decoding requests of all ranks. `occupants`
+    (ranks,): requests that decode or are in prefill; `idle_ranks`: ranks without any. `roomy_until`: no rank runs out
+    of KV up to this step, and maybe none later.
+    """
 
     def __init__(self, ranks: list[Rank], kv_tokens: int, acceptance: Acceptance) -> None:
         n = len(ranks)
         self.step = 0
         self.running = 0
-        self.requests, self.growth, self.held = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.occupants, self.idle_ranks = [0] * n, n
+        self.requests, self.request_vector = _cells(n)
+        self.growth, self.growth_vector = _cells(n)
+        self.held, self._held_vector = _cells(n)
+        self._base, self._base_vector = _cells(n)
         self._ranks, self._kv_tokens, self._acceptance = ranks, kv_tokens, acceptance
-        self._base = np.zeros(n)
         self._ends: list[tuple[int, int, Sequence]] = []
         self._started = 0
+        self.roomy_until = 2**62
+
+    def enter(self, r: int, requests: int) -> None:
+        """`requests` more are on rank `r`."""
+        if not self.occupants[r]:
+            self.idle_ranks -= 1
+        self.occupants[r] += requests
+
+    def leave(self, r: int) -> None:
+        """One request less is on rank `r`."""
+        self.occupants[r] -= 1
+        if not self.occupants[r]:
+            self.idle_ranks += 1
+
+    def hold(self, r: int, tokens: int) -> None:
+        """`tokens` of KV are taken by a prompt in prefill or hand-over."""
+        self.held[r] += tokens
+        if self.growth[r]:
+            self._bound_room(r)
 
     def start(self, seq: Sequence, tokens: int, context: int) -> None:
-        """`seq` decodes `tokens` further tokens from the next step on, from a context of `context`."""
+        """`seq`, which has entered, decodes `tokens` further tokens from the next step on, from a context of `context`.
+        """
         steps = self._acceptance.steps(seq.request.id, tokens)
-        r = seq.rank
-        seq.start_step, seq.finish_step = self.step, self.step + steps
-        seq.start_context, seq.growth = context, tokens / steps
+        r, step = seq.rank, self.step
+        seq.start_step = step
+        seq.finish_step = finish = step + steps
+        seq.start_context = context
+        seq.growth = growth = tokens / steps
         seq.generated_tokens = seq.request.output_tokens - tokens
         self._ranks[r].decoding[seq] = None
         self.running += 1
         self.requests[r] += 1
-        self.growth[r] += seq.growth
-        self._base[r] += context - seq.growth * seq.start_step
+        self.growth[r] += growth
+        self._base[r] += context - growth * step
+        self._bound_room(r)
         self._started += 1
-        heapq.heappush(self._ends, (seq.finish_step, self._started, seq))
+        heapq.heappush(self._ends, (finish, self._started, seq))
 
     def stop(self, seq: Sequence) -> float:
         """Take `seq` out; its context by now, tokens."""
         r = seq.rank
         del self._ranks[r].decoding[seq]
         self.running -= 1
+        self.leave(r)
         self.requests[r] -= 1
         self.growth[r] -= seq.growth
         self._base[r] -= seq.start_context - seq.growth * seq.start_step
@@ -53,13 +95,14 @@ class DecodeBatch:
         seq.finish_step = -1
         return seq.start_context + seq.growth * (self.step - seq.start_step)
 
-    def pop_ended(self) -> Sequence | None:
-        """A request whose last step has passed; it is still to be stopped. None if there is none."""
-        while self._ends and self._ends[0][0] <= self.step:
-            seq = heapq.heappop(self._ends)[2]
+    def pop_ended(self) -> list[Sequence]:
+        """Requests whose last step has passed, in order of their start; they are still to be stopped."""
+        ended, ends = [], self._ends
+        while ends and ends[0][0] <= self.step:
+            seq = heapq.heappop(ends)[2]
             if seq.finish_step == self.step:
-                return seq
-        return None
+                ended.append(seq)
+        return ended
 
     def steps_to_next_end(self) -> int:
         """Steps until some request ends; at least one must be decoding."""
@@ -67,22 +110,39 @@ class DecodeBatch:
             heapq.heappop(self._ends)
         return self._ends[0][0] - self.step
 
+    def context(self, r: int) -> float:
+        """Sum of the contexts of rank `r`, tokens."""
+        return self._base[r] + self.growth[r] * self.step
+
     def contexts(self) -> np.ndarray:
         """Sum of contexts (ranks,), tokens."""
-        return self._base + self.growth * self.step
+        return self._base_vector + self.growth_vector * self.step
 
     def room(self, r: int, step: int) -> float:
         """KV tokens of rank `r` that no request holds after `step` steps, if nothing else changes."""
-        return float(self._kv_tokens - self.held[r] - self._base[r] - self.growth[r] * step)
+        return self._kv_tokens - self.held[r] - self._base[r] - self.growth[r] * step
 
     def steps_with_room(self, steps: int) -> int:
         """At most `steps`, fewer where KV runs out before; 0 where it does in the next step."""
-        room = self._kv_tokens - self.held - self.contexts()
-        if (room < self.growth * steps).any():
-            return int(np.floor(room / np.maximum(self.growth, 1e-12)).min())
+        if self.step + steps <= self.roomy_until:
+            return steps
+        room = self._kv_tokens - self._held_vector - self.contexts()
+        if (room < self.growth_vector * steps).any():
+            return int(np.floor(room / np.maximum(self.growth_vector, 1e-12)).min())
         return steps
 
     def ranks_short_of_room(self) -> list[int]:
         """Ranks whose next step finds no KV."""
-        short = self.contexts() + self.growth + self.held > self._kv_tokens
+        short = self.contexts() + self.growth_vector + self._held_vector > self._kv_tokens
+        self.roomy_until = 2**62
+        for r, requests in enumerate(self.requests):
+            if requests:
+                self._bound_room(r)
         return np.flatnonzero(short).tolist() if short.any() else []
+
+    def _bound_room(self, r: int) -> None:
+        """Keep `roomy_until` true of rank `r`, which decodes and holds or adds more than before. What frees KV only
+        puts it off."""
+        until = self.step + int((self.room(r, self.step) - SPARE_TOKENS) / self.growth[r])
+        if until < self.roomy_until:
+            self.roomy_until = until

@@ -12,7 +12,6 @@ from functools import cache, lru_cache
 from importlib.resources import files
 
 import numpy as np
-from scipy.optimize import brentq
 
 from rackplan.engine import InputError
 from rackplan.simulator.eplb import Placement, eplb_placement, linear_placement
@@ -128,6 +127,7 @@ def fit_skew(
 
     Raises InputError where no skew does: it lies above uniform routing's or below that of one fixed choice of experts.
     """
+    from scipy.optimize import brentq  # slow to import, and not needed to run
 
     def excess(sigma: float) -> float:
         load = ExpertLoad(experts=experts, top_k=top_k, layers=layers, skew_sigma=sigma, seed=seed)

@@ -25,7 +25,11 @@ class KvTransfers:
     def __init__(
         self, env: Clock, cost: TransferCost, model: ModelSpec, mode: str, decode: PoolOfInstances
     ) -> None:
-        self.env, self.cost, self.model, self.mode, self.decode = env, cost, model, mode, decode
+        self.env, self.decode = env, decode
+        self._pulls = mode == "pull"
+        self._setup_ms, self._block_ms, self._block_tokens = cost.setup_ms, cost.per_block_ms, cost.block_tokens
+        self._token_bytes, self._state_bytes = model.kv_bytes_per_token, model.state_bytes_per_sequence
+        self._bytes_per_ns = cost.gb_per_s
         self._free_at: dict[Link, int] = {}
         self._waiting: dict[Link, deque[tuple[Sequence, Instance, Sequence]]] = {}
         self.count = 0
@@ -46,9 +50,9 @@ class KvTransfers:
             prefill_done_ns=seq.prefill_done_ns,
             kv_loaded=True,
         )
-        queue = self._waiting.setdefault((instance, rank), deque())
-        if queue or not instance.can_load(rank, seq.prompt_tokens):
-            queue.append((seq, source, target))
+        link = (instance, rank)
+        if self._waiting.get(link) or not instance.can_load(rank, seq.prompt_tokens):
+            self._waiting.setdefault(link, deque()).append((seq, source, target))
         else:
             self._start(seq, source, target, instance)
 
@@ -59,29 +63,26 @@ class KvTransfers:
             self._start(*queue.popleft(), instance)
 
     def _start(self, seq: Sequence, source: Instance, target: Sequence, instance: Instance) -> None:
-        link = (instance, target.rank)
-        instance.hold(target.rank, seq.prompt_tokens)
-        blocks = -(-seq.prompt_tokens // self.cost.block_tokens)
-        delay_ms = self.cost.setup_ms
-        if self.mode == "pull":
-            instance.charge_host_ms(blocks * self.cost.per_block_ms)
+        tokens, now = seq.prompt_tokens, self.env.now
+        instance.hold(target.rank, tokens)
+        blocks = -(-tokens // self._block_tokens)
+        delay_ms = self._setup_ms
+        if self._pulls:
+            instance.charge_host_ms(blocks * self._block_ms)
         else:
-            delay_ms += blocks * self.cost.per_block_ms
-        size = seq.prompt_tokens * self.model.kv_bytes_per_token + self.model.state_bytes_per_sequence
-        bytes_ns = round(size / self.cost.gb_per_s)
-        out, now = (source, seq.rank), self.env.now
-        start = max(now, self._free_at.get(out, 0), self._free_at.get(link, 0))
-        end = start + bytes_ns
-        self._free_at[out] = self._free_at[link] = end
+            delay_ms += blocks * self._block_ms
+        bytes_ns = round((tokens * self._token_bytes + self._state_bytes) / self._bytes_per_ns)
+        out, link, free_at = (source, seq.rank), (instance, target.rank), self._free_at
+        end = max(now, free_at.get(out, 0), free_at.get(link, 0)) + bytes_ns
+        free_at[out] = free_at[link] = end
         self.count += 1
         self.wait_ns += now - seq.prefill_done_ns
         arrive = end + round(delay_ms * NS_PER_MS)
         self.transfer_ns += arrive - now
-        done = self.env.timeout(arrive - now)
-        assert done.callbacks is not None
-        done.callbacks.append(lambda _: self._arrive(seq, source, target, instance))
+        self.env.after(arrive - now, self._arrive, (seq, source, target, instance))
 
-    def _arrive(self, seq: Sequence, source: Instance, target: Sequence, instance: Instance) -> None:
+    def _arrive(self, hand_over: tuple[Sequence, Instance, Sequence, Instance]) -> None:
+        seq, source, target, instance = hand_over
         source.release(seq)
         instance.kv_loading -= 1
         target.ready_ns = self.env.now

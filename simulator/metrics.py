@@ -8,7 +8,6 @@ Throughput is over all GPUs of the deployment: total = cached input + new input 
 from collections.abc import Callable
 
 import numpy as np
-from scipy import stats
 
 from rackplan.simulator.simulate import SimResult
 from rackplan.simulator.step import CAUSES
@@ -43,8 +42,8 @@ class Measured:
         self.from_ns, self.to_ns = start, end = ends_ns or (start, end)
         self.span_s = max(1, end - start) / 1e9
         gaps = [g for pool in result.pools for g in pool.token_gaps]
-        self.itl_ms = np.concatenate([g[2] for g in gaps]) / 1e6 if gaps else np.zeros(0)
-        self.itl_weight = np.repeat([g[1] for g in gaps], [g[0] for g in gaps]) if gaps else np.zeros(0)
+        self.itl_ms = np.concatenate([np.frombuffer(g.walls_ns, np.int64) for g in gaps]) / 1e6
+        self.itl_weight = np.concatenate([np.frombuffer(g.sequences, np.int64) for g in gaps])
 
 
 def metrics_of(result: SimResult, ends_ns: tuple[int, int] | None = None) -> dict:
@@ -190,7 +189,9 @@ def _interval(values: list[float]) -> list[float]:
 def _half_width(values: list[float]) -> float:
     if len(values) < 2:
         return 0.0
-    return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
+    from scipy.special import stdtrit  # Student's t quantile; scipy.stats takes half a second to import
+
+    return float(stdtrit(len(values) - 1, 0.975) * np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
 def _zip_numbers(runs: list[dict], of: Callable[[list[float]], object]) -> dict:

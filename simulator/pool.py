@@ -1,11 +1,13 @@
 """A pool: the instances of one role behind one router."""
 
+from array import array
 from collections.abc import Callable
 
 import numpy as np
 
 from rackplan.simulator.clock import Clock
-from rackplan.simulator.instance import Instance, InstanceModel
+from rackplan.simulator.instance import Instance
+from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.request import Request
 from rackplan.simulator.router import RankLoads, Router
 from rackplan.simulator.scheduler import Sequence
@@ -22,40 +24,40 @@ class PoolOfInstances:
         on_prefilled: Callable[[Sequence, Instance], None],
         on_finished: Callable[[Sequence, Instance], None],
     ) -> None:
-        self.env = env
-        self.instances = [Instance(env, m, on_prefilled, on_finished) for m in models]
         self.router = router
-        ranks = [(i, r) for i, m in enumerate(models) for r in range(m.pool.dep)]
-        self._places = ranks
-        self._requests = np.zeros(len(ranks), dtype=np.int64)
-        self._tokens = np.zeros(len(ranks), dtype=np.int64)
+        n = sum(m.pool.dep for m in models)
+        # Counted one by one, and looked at as vectors. Each instance counts in its own slice.
+        self._requests, self._tokens = array("q", bytes(8 * n)), array("q", bytes(8 * n))
+        requests, tokens = memoryview(self._requests), memoryview(self._tokens)
+        self.instances: list[Instance] = []
+        self._places: list[tuple[Instance, int]] = []
+        for model in models:
+            own = slice(len(self._places), len(self._places) + model.pool.dep)
+            instance = Instance(env, model, requests[own], tokens[own], on_prefilled, on_finished)
+            self.instances.append(instance)
+            self._places += [(instance, r) for r in range(model.pool.dep)]
         self._home: dict[int, int] = {}
-        self.loads = RankLoads(self._requests, self._tokens, self._home)
-        first = 0
-        for instance in self.instances:  # each instance counts in its own slice
-            n = instance.pool.dep
-            instance.load, instance.load_tokens = self._requests[first : first + n], self._tokens[first : first + n]
-            first += n
+        self.loads = RankLoads(np.frombuffer(requests, np.int64), np.frombuffer(tokens, np.int64), self._home)
 
     def choose(self, request: Request) -> tuple[Instance, int, int]:
         """(instance, rank, tokens that it is counted with there from now on) for `request`."""
         place = self.router.choose(request, self.loads)
         tokens = request.input_tokens
         if request.session >= 0:
-            if place in (self._home.get(request.session), self._home.get(request.prefix_session)):
+            home = self._home
+            if home.get(request.session) == place or home.get(request.prefix_session) == place:
                 tokens -= request.reuse_tokens
-            self._home[request.session] = place
-        i, r = self._places[place]
-        instance = self.instances[i]
+            home[request.session] = place
+        instance, r = self._places[place]
         if instance.pool.role != "prefill":
             tokens += request.output_tokens
-        instance.load[r] += 1
-        instance.load_tokens[r] += tokens
+        self._requests[place] += 1
+        self._tokens[place] += tokens
         return instance, r, tokens
 
     def prime(self, turn: int, request: Request) -> None:
         """Put the whole prompt of `request` into the prefix cache of the rank whose `turn` it is, at no cost."""
         place = turn % len(self._places)
         self._home[request.session] = place
-        i, r = self._places[place]
-        self.instances[i].prime(r, request)
+        instance, r = self._places[place]
+        instance.prime(r, request)

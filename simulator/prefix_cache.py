@@ -58,7 +58,8 @@ class SessionCache:
         self._length[request.session] = tokens
 
     def evict_to(self, tokens: int) -> None:
-        while self.tokens > max(0, tokens):
+        tokens = max(0, tokens)
+        while self.tokens > tokens:
             session, length = self._length.popitem(last=False)
             kept = max(0, length - (self.tokens - tokens))
             self.tokens -= length - kept
@@ -96,7 +97,8 @@ class BlockCache:
             self._blocks.move_to_end(block)
 
     def evict_to(self, tokens: int) -> None:
-        while self.tokens > max(0, tokens):
+        tokens = max(0, tokens)
+        while self.tokens > tokens:
             self.tokens -= self._blocks.popitem(last=False)[1]
 
 

@@ -5,7 +5,8 @@ requests first come, first served, while tokens, sequences and KV last. The head
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from rackplan.engine import Pool
 from rackplan.simulator.prefix_cache import PrefixCache, usable_hit
@@ -36,20 +37,14 @@ class Sequence:
     prefill_done_ns: int = -1
 
 
-@dataclass(slots=True)
-class RankPlan:
+class RankPlan(NamedTuple):
     """One rank's next step: prefill chunks (`started`: those that are a request's first), loaded requests that start to
     decode, and what held the others back."""
 
-    started: list[Sequence] = field(default_factory=list)
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    loads: list[Sequence] = field(default_factory=list)
-    blocked_by: str | None = None
-
-    @property
-    def admitted(self) -> list[Sequence]:
-        """Requests that this step is the first of."""
-        return self.started + self.loads
+    started: list[Sequence]
+    chunks: list[tuple[Sequence, int]]
+    loads: list[Sequence]
+    blocked_by: str | None
 
 
 class Rank:
@@ -64,6 +59,15 @@ class Rank:
         self.waiting: deque[Sequence] = deque()
         self.partial: list[Sequence] = []
         self.decoding: dict[Sequence, None] = {}
+
+    def has_work(self, visible_before_ns: int) -> bool:
+        """Is there a prompt in prefill, or a request that came before?"""
+        if self.partial:
+            return True
+        loaded, waiting = self.loaded, self.waiting
+        return bool(
+            (loaded and loaded[0].ready_ns < visible_before_ns) or (waiting and waiting[0].ready_ns < visible_before_ns)
+        )
 
     @property
     def only_decodes(self) -> bool:
@@ -85,41 +89,61 @@ def plan_rank(
     `visible_before_ns`: requests that became ready at or after it are not seen yet. `room_tokens`: KV that no running
     request holds or will need in this step; the prefix cache gives way to it.
     """
-    plan = RankPlan()
-    width = 1 + draft_tokens
+    width, chunks = 1 + draft_tokens, []
     budget = pool.max_num_batched_tokens - len(rank.decoding) * width
     seats = pool.max_num_seqs - len(rank.decoding) - len(rank.partial)
-    chunk_limit = pool.long_prefill_token_threshold or pool.max_num_batched_tokens
     for seq in rank.partial:
-        new = min(seq.prompt_tokens - seq.computed_tokens, chunk_limit, budget)
+        new = min(seq.prompt_tokens - seq.computed_tokens, _chunk_limit(pool), budget)
         if new > 0:
-            plan.chunks.append((seq, new))
+            chunks.append((seq, new))
             budget -= new
-    # Requests that hold KV already drain first.
-    while rank.loaded and rank.loaded[0].ready_ns < visible_before_ns:
-        plan.blocked_by = _no_place(seats, budget, width) or _over_cap(pool, plan)
-        if plan.blocked_by:
-            break
-        seq = rank.loaded.popleft()
-        seq.scheduled_ns = now_ns if seq.scheduled_ns < 0 else seq.scheduled_ns
-        plan.loads.append(seq)
-        budget -= width
-        seats -= 1
-    while rank.waiting and rank.waiting[0].ready_ns < visible_before_ns:
-        seq = rank.waiting[0]
+    loads: list[Sequence] = []
+    started: list[Sequence] = []
+    blocked_by = None
+    if rank.loaded:  # requests that hold KV already drain first
+        loads, blocked_by = _take_loaded(rank, pool, now_ns, visible_before_ns, seats, budget, width)
+        budget -= len(loads) * width
+        seats -= len(loads)
+    waiting = rank.waiting
+    while waiting and waiting[0].ready_ns < visible_before_ns:
+        seq = waiting[0]
         no_room = "kv_full" if seq.prompt_tokens > room_tokens else None
-        plan.blocked_by = _no_place(seats, budget, 1) or no_room or plan.blocked_by
+        blocked_by = _no_place(seats, budget, 1) or no_room or blocked_by
         if no_room or seats <= 0 or budget <= 0:
             break
-        rank.waiting.popleft()
+        waiting.popleft()
         _start_prefill(rank, seq, now_ns, replay_tokens, pool.enable_prefix_caching)
-        new = min(seq.prompt_tokens - seq.computed_tokens, chunk_limit, budget)
-        plan.started.append(seq)
-        plan.chunks.append((seq, new))
+        new = min(seq.prompt_tokens - seq.computed_tokens, _chunk_limit(pool), budget)
+        started.append(seq)
+        chunks.append((seq, new))
         budget -= new
         seats -= 1
         room_tokens -= seq.prompt_tokens
-    return plan
+    return RankPlan(started, chunks, loads, blocked_by)
+
+
+def _take_loaded(
+    rank: Rank, pool: Pool, now_ns: int, visible_before_ns: int, seats: int, budget: int, width: int
+) -> tuple[list[Sequence], str | None]:
+    """Move out what may start to decode, each with `width` tokens; what held the others back."""
+    loads: list[Sequence] = []
+    loaded, cap = rank.loaded, pool.max_new_kv_loads_per_step
+    while loaded and loaded[0].ready_ns < visible_before_ns:
+        blocked_by = _no_place(seats - len(loads), budget - len(loads) * width, width)
+        if blocked_by is None and cap is not None and len(loads) >= cap:
+            blocked_by = "admission_cap"
+        if blocked_by:
+            return loads, blocked_by
+        seq = loaded.popleft()
+        if seq.scheduled_ns < 0:
+            seq.scheduled_ns = now_ns
+        loads.append(seq)
+    return loads, None
+
+
+def _chunk_limit(pool: Pool) -> int:
+    """Most tokens of one prompt in one step."""
+    return pool.long_prefill_token_threshold or pool.max_num_batched_tokens
 
 
 def _no_place(seats: int, budget: int, tokens: int) -> str | None:
@@ -128,14 +152,10 @@ def _no_place(seats: int, budget: int, tokens: int) -> str | None:
     return "token_budget" if budget < tokens else None
 
 
-def _over_cap(pool: Pool, plan: RankPlan) -> str | None:
-    cap = pool.max_new_kv_loads_per_step
-    return "admission_cap" if cap is not None and len(plan.loads) >= cap else None
-
-
 def _start_prefill(rank: Rank, seq: Sequence, now_ns: int, replay_tokens: int, caching: bool) -> None:
     request = seq.request
-    seq.scheduled_ns = now_ns if seq.scheduled_ns < 0 else seq.scheduled_ns
+    if seq.scheduled_ns < 0:
+        seq.scheduled_ns = now_ns
     cached = 0
     if request.cached_tokens is not None and seq.preemptions == 0:
         cached = min(request.cached_tokens, request.input_tokens - 1)

@@ -4,7 +4,10 @@ A request's way: arrival -> front end -> router -> prefill instance -> KV hand-o
 arrival -> front end -> router -> aggregated instance -> end.
 """
 
-from collections.abc import Generator
+import gc
+from array import array
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +18,8 @@ from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memo
 from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import Calibration
-from rackplan.simulator.instance import Instance, InstanceModel
+from rackplan.simulator.instance import Instance, TokenGaps
+from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_transfer import KvTransfers
 from rackplan.simulator.launches import DrawnLaunches
 from rackplan.simulator.pool import PoolOfInstances
@@ -28,6 +32,9 @@ from rackplan.simulator.streams import Streams
 EPLB_REARRANGE_MS = 1000.0
 """A synchronous EPLB moves experts while all ranks wait. A factor: at most 1 s was published for one rearrangement on
 32 GPUs; users report 0.65 to 1.7 s. An asynchronous one is taken to cost nothing."""
+
+COLUMNS = 8
+"""What is kept of each request that has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +51,12 @@ class RunOptions:
 
 @dataclass(slots=True, kw_only=True)
 class PoolRun:
-    """What one pool did in the measured time. `gpu_ns`: GPU time by cause; `token_gaps`: see Instance."""
+    """What one pool did in the measured time. `gpu_ns`: GPU time by cause; `token_gaps`: by instance."""
 
     pool: Pool
     gpu_ns: dict[str, float]
     busy_share: float
-    token_gaps: list[tuple[int, int, np.ndarray]]
+    token_gaps: list[TokenGaps]
     most_admitted_in_a_step: int
     preemptions: int
 
@@ -88,7 +95,19 @@ def simulate(
 ) -> SimResult:
     """Simulate. Raises InfeasibleError when a pool does not fit its GPUs, InputError when nothing arrives."""
     memory = check_memory(deployment)
-    return _Run(deployment, memory, workload, load, calibration, options).run()
+    with _rare_collections():
+        return _Run(deployment, memory, workload, load, calibration, options).run()
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Have Python look for cycles seldom: a run makes millions of objects and few cycles, and keeps many objects."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _Run:
@@ -109,7 +128,7 @@ class _Run:
         self._all_done = self.env.event()
         self._no_more = False
         self.submitted = self.rejected = self.in_flight = 0
-        self.ended: list[tuple[int, ...]] = []
+        self.ended = array("q")  # a row of COLUMNS each
         self.limit_tokens = min([deployment.context_limit, *(m.kv_tokens for m in memory)])
         drafts = deployment.speculation.draft_tokens
         acceptance = Acceptance(drafts, deployment.model_spec.acceptance_length(drafts), streams)
@@ -218,7 +237,7 @@ class _Run:
         if self.transfers is not None:
             self.transfers.room_freed(instance, seq.rank)
         r = seq.request
-        self.ended.append(
+        self.ended.extend(
             (
                 r.arrival_ns,
                 seq.first_token_ns,
@@ -236,18 +255,16 @@ class _Run:
         self.in_flight -= 1
         for following in self.source.finished(request, self.env.now):
             self.in_flight += 1  # so that the run does not end before it comes
-            event = self.env.timeout(following.arrival_ns + self.frontend_ns - self.env.now, value=following)
-            assert event.callbacks is not None
-            event.callbacks.append(self._follow)
-        self._check_done()
+            self.env.after(following.arrival_ns + self.frontend_ns - self.env.now, self._follow, following)
+        if self._no_more:
+            self._check_done()
 
-    def _follow(self, event: simpy.Event) -> None:
+    def _follow(self, request: Request) -> None:
         self.in_flight -= 1
-        assert isinstance(event.value, Request)
-        self._submit(event.value)
+        self._submit(request)
 
     def _check_done(self) -> None:
-        if self._no_more and self.in_flight == 0 and not self._all_done.triggered:
+        if self.in_flight == 0 and not self._all_done.triggered:
             self._all_done.succeed()
 
     # -- result --------------------------------------------------------------------------------------------------
@@ -257,7 +274,7 @@ class _Run:
     def _result(self, warmup_ns: int) -> SimResult:
         if not self.submitted:
             raise InputError(f"--duration={self.options.duration_s:g}s: no request arrived; raise it or --rate")
-        columns = np.array(self.ended, dtype=np.int64).reshape(-1, 8).T
+        columns = np.frombuffer(self.ended, np.int64).reshape(-1, COLUMNS).T
         transfers = self.transfers
         return SimResult(
             deployment=self.deployment,
@@ -273,7 +290,7 @@ class _Run:
             pools=self._pool_runs(),
             submitted=self.submitted,
             rejected=self.rejected,
-            unfinished=self.submitted - len(self.ended) - self.rejected,
+            unfinished=self.submitted - len(columns[0]) - self.rejected,
             measured_from_ns=warmup_ns,
             measured_to_ns=int(self.env.now),
             drained=self.options.drain,
@@ -294,9 +311,9 @@ class _Run:
                     pool=pool,
                     gpu_ns=gpu_ns,
                     busy_share=1 - idle / total if total else 0.0,
-                    token_gaps=[g for i in mine for g in i.token_gaps],
-                    most_admitted_in_a_step=max(i.most_admitted for i in mine),
-                    preemptions=sum(i.preemptions for i in mine),
+                    token_gaps=[i.token_gaps for i in mine],
+                    most_admitted_in_a_step=max(i.ranks.most_admitted for i in mine),
+                    preemptions=sum(i.ranks.preemptions for i in mine),
                 )
             )
         return runs

@@ -1,11 +1,13 @@
 """How long one lockstep step takes on the wall, and where its time went. Pure functions of a `PoolCost`."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from rackplan.simulator.cost import FloatArray, PoolCost, SharedTime
-from rackplan.simulator.step_load import StepLoad
+from rackplan.simulator.decode_batch import DecodeBatch
+from rackplan.simulator.step_load import NO_PREFILL, StepLoad
 
 CAUSES = (
     "compute",
@@ -20,10 +22,16 @@ CAUSES = (
 )
 """Where GPU time goes; the shares add up to 1. All but `compute` are lost."""
 
+FEW_RANKS = 8
+"""Up to here numbers one by one take less time than vectors; the results are the same."""
+PAIRWISE = 8
+"""From here on numpy does not add one number after the other."""
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Times of a run of equal steps, ms, each (steps,) but for `launch_ms`.
+Times = TypeVar("Times", float, FloatArray)
+
+
+class StepTimes(NamedTuple):
+    """Times of a run of equal steps, ms, (steps,) each but for `launch_ms`; of one step, numbers.
 
     `wall_ms`: from the end of the step before to the end of this one. `lead_ms`: how long before the end of the step
     before the host began this one (0 without async scheduling); `next_lead_ms`: the same of the step that follows.
@@ -32,55 +40,35 @@ class StepTimes:
     to imbalance.
     """
 
-    wall_ms: FloatArray
-    wall_without_sync_ms: FloatArray
-    lead_ms: FloatArray
-    next_lead_ms: FloatArray
-    seen_ms: FloatArray
-    next_seen_ms: FloatArray
+    wall_ms: Any
+    wall_without_sync_ms: Any
+    lead_ms: Any
+    next_lead_ms: Any
+    seen_ms: Any
+    next_seen_ms: Any
     launch_ms: float
-    gpu_ms: FloatArray
-    attention_ms: FloatArray
-    attention_mean_ms: FloatArray
+    gpu_ms: Any
+    attention_ms: Any
+    attention_mean_ms: Any
     shared: SharedTime
-
-    def first(self, steps: int) -> "StepTimes":
-        """The times of the first `steps` of the run."""
-        return StepTimes(
-            self.wall_ms[:steps],
-            self.wall_without_sync_ms[:steps],
-            self.lead_ms[:steps],
-            self.next_lead_ms[:steps],
-            self.seen_ms[:steps],
-            self.next_seen_ms[:steps],
-            self.launch_ms,
-            self.gpu_ms[:steps],
-            self.attention_ms[:steps],
-            self.attention_mean_ms[:steps],
-            self.shared,
-        )
-
-    @property
-    def delivery_ms(self) -> float:
-        """How long after its end the step before hands on its tokens: the first step's launch comes first."""
-        return max(0.0, self.launch_ms - float(self.lead_ms[0]))
 
 
 def step_wall_ms(
-    gpu_ms: FloatArray,
+    gpu_ms: Times,
     floor_ms: float,
     host_ms: float,
     sync_ms: float,
     admission_ms: float,
     async_scheduling: bool,
-) -> FloatArray:
+) -> Times:
     """Wall time of a step among its like. With async scheduling the host prepares the next step under this one's GPU
     time and shows only where it is longer; without, it follows the GPU. The launch floor overlaps the GPU either way.
     """
     host_all = host_ms + sync_ms + admission_ms
+    longest = max if isinstance(gpu_ms, float) else np.maximum
     if async_scheduling:
-        return np.maximum(gpu_ms, max(floor_ms, host_all))
-    return np.maximum(gpu_ms, floor_ms) + host_all
+        return longest(gpu_ms, max(floor_ms, host_all))
+    return longest(gpu_ms, floor_ms) + host_all
 
 
 def overlap_ms(
@@ -98,49 +86,92 @@ def overlap_ms(
     wall, leads = np.empty(len(gpu_ms)), np.empty(len(gpu_ms) + 1)
     leads[0] = lead_ms
     for i, gpu in enumerate(gpu_ms.tolist()):
-        ahead = float(leads[i])
-        wall[i] = max(max(0.0, host_ms - ahead) + gpu, floor_ms - ahead)
-        leads[i + 1] = ahead + wall[i] - max(floor_ms, ahead)
+        wall[i], _, leads[i + 1] = overlap_one_ms(gpu, floor_ms, host_ms, float(leads[i]))
     return wall, leads[:-1], leads[1:]
+
+
+def overlap_one_ms(gpu_ms: Any, floor_ms: float, host_ms: float, lead_ms: float) -> tuple[Any, Any, Any]:
+    """(wall, lead, next lead) of one step, numbers, as in `overlap_ms`."""
+    wall = max(0.0, host_ms - lead_ms) + gpu_ms
+    if floor_ms <= host_ms:
+        return wall, lead_ms, gpu_ms
+    wall = max(wall, floor_ms - lead_ms)
+    return wall, lead_ms, lead_ms + wall - max(floor_ms, lead_ms)
 
 
 def time_steps(
     cost: PoolCost,
     load: StepLoad,
+    batch: DecodeBatch,
     steps: int,
     balancedness: float,
+    *,
+    extra_host_ms: float,
+    sync_ms: float,
     async_scheduling: bool,
     lead_ms: float,
     seen_ms: float,
     own_worker: bool,
 ) -> StepTimes:
-    """The times of `steps` equal steps that differ only in their growing context. `lead_ms`: as in `overlap_ms`.
+    """The times of `steps` equal steps that differ only in their growing context; more than one only without prefill.
 
-    `own_worker`: the worker is a process of its own, as vLLM's is where an instance has several GPUs. Then a launch
-    does not hold up the scheduler: it plans the next step, and hands on tokens, as soon as a step ends on the GPU.
+    `lead_ms`, `seen_ms`: as the step before left them. `own_worker`: the worker is a process of its own, as vLLM's is
+    where an instance has several GPUs. Then a launch does not hold up the scheduler: it plans the next step, and hands
+    on tokens, as soon as a step ends on the GPU.
     """
-    context = load.decode_context + load.context_growth * np.arange(steps)[:, None]
-    attention = cost.attention_ms(
-        load.prefill_tokens, load.prefill_pairs, load.prefill_context, load.decode_requests, context
-    )
-    # Reductions by their ufuncs: this is the hot path, and the methods' wrappers cost as much as small arrays do.
-    widest = int(np.maximum.reduce(load.tokens))
-    prefill = int(np.add.reduce(load.prefill_tokens)) if load.prefill_chunks else 0
-    shared = cost.shared_ms(widest, int(np.add.reduce(load.tokens)), prefill, load.prefill_chunks, balancedness)
-    slowest = np.maximum.reduce(attention, axis=1)
-    mean = np.add.reduce(attention, axis=1) / attention.shape[1]
+    one = steps == 1
+    slowest: Any  # numbers of one step, arrays of several, and so is all that follows from them
+    slowest, mean = _attention_of_step(cost, load, batch) if one else _attention_of_run(cost, batch, steps)
+    widest, prefill = load.widest_tokens, load.prefill_tokens
+    shared = cost.shared_ms(widest, load.total_tokens, prefill, load.prefill_chunks, balancedness)
     gpu = slowest + sum(shared)
     floor = cost.launch_floor_ms(widest, load.prefill_chunks)
-    host, sync = cost.host_ms(load.requests) + load.admission_ms, cost.dp_sync_ms()
-    if async_scheduling:
-        wall, lead, next_lead = overlap_ms(gpu, floor, host + sync, lead_ms)
-        without_sync = np.maximum(np.maximum(0.0, host - lead) + gpu, floor - lead)
-    else:
-        wall = step_wall_ms(gpu, floor, host, sync, 0.0, async_scheduling)
-        without_sync, lead = wall - sync, np.zeros(steps)
-        next_lead = lead
-    seen, next_seen = lead, next_lead
-    launch = max(floor, host + sync) if async_scheduling else 0.0
-    if own_worker and async_scheduling:
-        seen, next_seen, launch = np.concatenate([[seen_ms], wall[:-1]]), wall, 0.0
+    host = cost.host_ms(load.requests) + (load.admission_ms + extra_host_ms)
+    if not async_scheduling:
+        wall = step_wall_ms(gpu, floor, host, sync_ms, 0.0, async_scheduling)
+        none = 0.0 if one else np.zeros(steps)
+        return StepTimes(wall, wall - sync_ms, none, none, none, none, 0.0, gpu, slowest, mean, shared)
+    wall, lead, next_lead = (overlap_one_ms if one else overlap_ms)(gpu, floor, host + sync_ms, lead_ms)
+    longest: Any = max if one else np.maximum
+    without_sync = longest(longest(0.0, host - lead) + gpu, floor - lead)
+    seen, next_seen, launch = lead, next_lead, max(floor, host + sync_ms)
+    if own_worker:
+        seen, next_seen, launch = seen_ms if one else np.concatenate([[seen_ms], wall[:-1]]), wall, 0.0
     return StepTimes(wall, without_sync, lead, next_lead, seen, next_seen, launch, gpu, slowest, mean, shared)
+
+
+def _of_numbers(cost: PoolCost) -> Callable[..., Any]:
+    """`cost.attention_ms`, typed for numbers too."""
+    return cost.attention_ms
+
+
+def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tuple[float, float]:
+    """(slowest rank's, mean over ranks) attention time of one step, ms."""
+    n, attention_ms = len(batch.requests), _of_numbers(cost)
+    if n > FEW_RANKS:
+        prefill: Any = np.zeros((3, n)) if load.prefills else NO_PREFILL
+        for r, own in load.prefills.items():
+            prefill[:, r] = own
+        times = attention_ms(*prefill, batch.request_vector, batch.contexts())
+        return float(np.maximum.reduce(times)), float(np.add.reduce(times)) / n
+    each = [
+        attention_ms(*load.prefills.get(r, NO_PREFILL), requests, batch.context(r)) if batch.occupants[r] else 0.0
+        for r, requests in enumerate(batch.requests)
+    ]
+    if n >= PAIRWISE:
+        return max(each), float(np.add.reduce(each)) / n
+    total = 0.0
+    for ms in each:
+        total += ms
+    return max(each), total / n
+
+
+def _attention_of_run(cost: PoolCost, batch: DecodeBatch, steps: int) -> tuple[FloatArray, FloatArray]:
+    """The same of `steps` steps of decoding requests, (steps,) each."""
+    context = batch.contexts() + batch.growth_vector * np.arange(steps)[:, None]
+    times = _of_numbers(cost)(*NO_PREFILL, batch.request_vector, context)
+    n = times.shape[1]
+    if n == 1:
+        return times[:, 0], times[:, 0]
+    # Reductions by their ufuncs: the methods' wrappers cost as much as small arrays do.
+    return np.maximum.reduce(times, axis=1), np.add.reduce(times, axis=1) / n

@@ -1,64 +1,74 @@
 """What the ranks of an instance run in one step, summed up as the cost of a step needs it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-
-from rackplan.simulator.cost import FloatArray, PoolCost
+from rackplan.simulator.cost import PoolCost
 from rackplan.simulator.decode_batch import DecodeBatch
-from rackplan.simulator.scheduler import RankPlan
+from rackplan.simulator.scheduler import RankPlan, Sequence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLoad:
-    """Arrays are (ranks,); tokens count drafts. `requests`: of the rank with most.
+class Prefill(NamedTuple):
+    """What one rank prefills: new tokens, sum of new x (cached + new / 2), and the tokens that are in its KV cache."""
 
-    `decode_context` is at the first step of a run of steps, and grows by `context_growth` each step.
-    """
+    tokens: float
+    pairs: float
+    context: float
 
-    prefill_tokens: FloatArray
-    prefill_pairs: FloatArray
-    prefill_context: FloatArray
+
+NO_PREFILL = Prefill(0.0, 0.0, 0.0)
+
+
+class StepLoad(NamedTuple):
+    """Tokens count drafts. `prefills`: by rank, where there is one; `requests`: of the rank with most; `idle_ranks`:
+    those without a request, which run a dummy batch where an instance has several ranks."""
+
+    prefills: dict[int, Prefill]
+    prefill_tokens: int
     prefill_chunks: int
-    decode_requests: FloatArray
-    decode_context: FloatArray
-    context_growth: FloatArray
-    tokens: FloatArray
-    admission_ms: float
+    widest_tokens: int
+    total_tokens: int
     requests: int
+    idle_ranks: int
+    admission_ms: float
 
 
-def load_of(
-    plans: Mapping[int, RankPlan], batch: DecodeBatch, prefilling: FloatArray, width: int, cost: PoolCost
-) -> StepLoad:
+def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost: PoolCost) -> StepLoad:
     """The load of the step that `plans` (by rank) and the decoding requests make.
 
-    `prefilling` (ranks,): prompts in prefill; `width`: tokens of a decoding request, 1 + drafts. Admissions on one rank
-    follow one another, ranks admit side by side.
+    `width`: tokens of a decoding request, 1 + drafts. Admissions on one rank follow one another, ranks admit side by
+    side.
     """
-    n = len(prefilling)
-    tokens, pairs, cached = np.zeros((3, n))
-    chunks, admission_ms = 0, 0.0
-    for r, plan in plans.items():
-        for seq, new in plan.chunks:
-            tokens[r] += new
-            pairs[r] += new * (seq.computed_tokens + 0.5 * new)
-            cached[r] += seq.computed_tokens
-        chunks += len(plan.chunks)
-        admission_ms = max(admission_ms, sum(cost.admission_ms(s.prompt_tokens) for s in plan.admitted))
-    step_tokens = tokens + batch.requests * width
-    if n > 1:  # a rank with nothing to run executes a dummy batch
-        step_tokens[step_tokens == 0] = width
+    prefills: dict[int, Prefill] = {}
+    chunks, prefill_tokens, admission_ms = 0, 0, 0.0
+    widest = max(batch.requests) * width
+    for r, (started, own_chunks, loads, _) in plans.items():
+        if own_chunks:
+            prefills[r] = prefill = _prefill_of(own_chunks)
+            prefill_tokens += int(prefill.tokens)
+            chunks += len(own_chunks)
+            if (tokens := prefill.tokens + batch.requests[r] * width) > widest:
+                widest = tokens
+        if admitted := started + loads:
+            admission_ms = max(admission_ms, sum([cost.admission_ms(s.prompt_tokens) for s in admitted]))
+    dummies = batch.idle_ranks if len(batch.occupants) > 1 else 0
     return StepLoad(
-        prefill_tokens=tokens,
-        prefill_pairs=pairs,
-        prefill_context=cached,
-        prefill_chunks=chunks,
-        decode_requests=batch.requests,
-        decode_context=batch.contexts(),
-        context_growth=batch.growth,
-        tokens=step_tokens,
-        admission_ms=admission_ms,
-        requests=int(np.maximum.reduce(batch.requests + prefilling)),
+        prefills,
+        prefill_tokens,
+        chunks,
+        max(int(widest), width) if dummies else int(widest),
+        prefill_tokens + (batch.running + dummies) * width,
+        max(batch.occupants),
+        batch.idle_ranks,
+        admission_ms,
     )
+
+
+def _prefill_of(chunks: list[tuple[Sequence, int]]) -> Prefill:
+    tokens, pairs, context = 0, 0.0, 0
+    for seq, new in chunks:
+        cached = seq.computed_tokens
+        tokens += new
+        pairs += new * (cached + 0.5 * new)
+        context += cached
+    return Prefill(float(tokens), pairs, float(context))

@@ -1,25 +1,101 @@
-"""A run of steps that is passed in one event, until something comes that one of its steps can see."""
+"""Steps that are passed in one event: one, or several of which nothing changes but the context."""
+
+from typing import NamedTuple
 
 import numpy as np
 
+from rackplan.simulator.cost import SharedTime
+from rackplan.simulator.request import NS_PER_MS
+from rackplan.simulator.step import StepTimes
+
+
+class StepSums(NamedTuple):
+    """Sums over steps that have passed. `sync_ms`: by which they would be shorter without the DP sync; the rest as in
+    StepTimes."""
+
+    steps: int
+    wall_ns: float
+    gpu_ms: float
+    sync_ms: float
+    attention_ms: float
+    attention_mean_ms: float
+    shared: SharedTime
+
+
+class OneStep:
+    """A single step, which nothing can cut. `end_ns`: when it ends; `delivery_ns`: how long after its end the step
+    before hands on its tokens, since this one's launch comes first; `next_lead_ms`, `next_seen_ms`: see StepTimes."""
+
+    __slots__ = ("_times", "_wall_ns", "delivery_ns", "end_ns", "next_lead_ms", "next_seen_ms")
+    steps = 1
+
+    def __init__(self, times: StepTimes, now_ns: int) -> None:
+        wall_ms, _, lead_ms, self.next_lead_ms, _, self.next_seen_ms, launch_ms, *_ = self._times = times
+        self._wall_ns = max(1, round(wall_ms * NS_PER_MS))
+        self.end_ns = now_ns + self._wall_ns
+        self.delivery_ns = round((launch_ms - lead_ms) * NS_PER_MS) if launch_ms > lead_ms else 0
+
+    @property
+    def walls_ns(self) -> list[int]:
+        """How long each step of the run takes."""
+        return [self._wall_ns]
+
+    def sums(self) -> StepSums:
+        """Of the step."""
+        wall_ms, without_sync_ms, _, _, _, _, _, gpu_ms, attention_ms, mean_ms, shared = self._times
+        return StepSums(1, float(self._wall_ns), gpu_ms, wall_ms - without_sync_ms, attention_ms, mean_ms, shared)
+
 
 class StepRun:
-    """`ends_ns` (steps,): when each step ends; `begins_ns` (steps,): when the scheduler last looks at its queue for it.
-    """
+    """Several steps, until something comes that one of them can see. The scheduler last looks at its queue for a step
+    at `begins_ns`."""
 
-    def __init__(self, begins_ns: np.ndarray, ends_ns: np.ndarray) -> None:
-        self.begins_ns, self.ends_ns = begins_ns, ends_ns
+    __slots__ = ("_begins_ns", "_ends_ns", "_times", "_walls_ns", "steps")
 
-    def __len__(self) -> int:
-        return len(self.ends_ns)
+    def __init__(self, times: StepTimes, now_ns: int) -> None:
+        self._times = times
+        self._walls_ns = np.maximum(1, np.rint(times.wall_ms * NS_PER_MS)).astype(np.int64)
+        self._ends_ns = now_ns + np.cumsum(self._walls_ns)
+        self._begins_ns = self._ends_ns - self._walls_ns - np.rint(times.seen_ms * NS_PER_MS).astype(np.int64)
+        self.steps = len(self._walls_ns)
 
     @property
     def end_ns(self) -> int:
-        return int(self.ends_ns[-1])
+        return int(self._ends_ns[self.steps - 1])
+
+    @property
+    def walls_ns(self) -> list[int]:
+        return self._walls_ns[: self.steps].tolist()
+
+    @property
+    def delivery_ns(self) -> int:
+        """As in OneStep."""
+        return round(max(0.0, self._times.launch_ms - float(self._times.lead_ms[0])) * NS_PER_MS)
+
+    @property
+    def next_lead_ms(self) -> float:
+        return float(self._times.next_lead_ms[self.steps - 1])
+
+    @property
+    def next_seen_ms(self) -> float:
+        return float(self._times.next_seen_ms[self.steps - 1])
+
+    def sums(self) -> StepSums:
+        """Of the steps that are left of it."""
+        n, t, add = self.steps, self._times, np.add.reduce  # as `sum` does, without its wrapper
+        return StepSums(
+            n,
+            float(add(self._walls_ns[:n])),
+            float(add(t.gpu_ms[:n])),
+            float(add((t.wall_ms - t.wall_without_sync_ms)[:n])),
+            float(add(t.attention_ms[:n])),
+            float(add(t.attention_mean_ms[:n])),
+            t.shared,
+        )
 
     def steps_done(self, now_ns: int) -> int:
         """Steps that have ended by now."""
-        return int(np.searchsorted(self.ends_ns, now_ns, side="right"))
+        return int(self._ends_ns[: self.steps].searchsorted(now_ns, side="right"))
 
     def end_with_current(self, now_ns: int) -> bool:
         """Keep no step after the one under way. True if that is shorter than before."""
@@ -27,10 +103,10 @@ class StepRun:
 
     def end_before_next_begin(self, now_ns: int) -> bool:
         """Keep the steps that the scheduler has planned already. True if that is shorter than before."""
-        return self._keep(int(np.searchsorted(self.begins_ns, now_ns, side="right")))
+        return self._keep(int(self._begins_ns.searchsorted(now_ns, side="right")))
 
     def _keep(self, steps: int) -> bool:
-        if steps >= len(self.ends_ns):
+        if steps >= self.steps:
             return False
-        self.ends_ns = self.ends_ns[:steps]
+        self.steps = steps
         return True

@@ -3,7 +3,7 @@
 Run as `fake_engine.py ARGS`: `-c CODE` runs the code with a vLLM distribution to be found; `-m
 vllm.entrypoints.cli.main serve` answers on its port, starts a worker of its own and writes the configuration that it
 was told; `... bench serve` sends the load and writes a result. FAULTS (a file beside this program's copy, one word a
-line) makes it fail: `die`, `sick`, `ignore-seqs`, `stubborn`, `slow`.
+line) makes it fail: `die`, `sick`, `ignore-seqs`, `old-pod`, `stubborn`, `slow`.
 """
 
 import json
@@ -46,7 +46,7 @@ def config_of(argv: list[str]) -> dict:
         "speculative": None,
         "kv_role": transfer.get("kv_role"),
         "max_new_kv_loads_per_step": int(cap) if cap else None,
-        "revision": os.environ["RACKPLAN_REVISION"],
+        "revision": "an older one" if "old-pod" in FAULTS else os.environ["RACKPLAN_REVISION"],
     }
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rackplan.engine import Deployment, Pool, parse_deployment
+from rackplan.engine import Deployment, Pool, parse_deployment, plan_memory
 from rackplan.simulator.cost import SharedTime, TransferCost
 from rackplan.simulator.request import Load, Request, Source
 from rackplan.simulator.streams import Streams
@@ -116,3 +116,17 @@ def disaggregated(*, prefill: dict | None = None, decode: dict | None = None, **
             **top,
         }
     )
+
+
+def with_kv_tokens(deployment: Deployment, role: str, tokens: int) -> Deployment:
+    """The deployment with `gpu_memory_utilization` set so that a rank of `role` holds about `tokens` of KV."""
+    pools = []
+    for pool in deployment.pools:
+        if pool.role == role:
+            spare = (
+                plan_memory(deployment, pool).kv_pool_gib * 2**30 - tokens * deployment.model_spec.kv_bytes_per_token
+            )
+            hbm = deployment.gpu_spec.hbm_gb * 1e9
+            pool = pool.model_copy(update={"gpu_memory_utilization": pool.gpu_memory_utilization - spare / hbm})
+        pools.append(pool)
+    return deployment.model_copy(update={"pools": tuple(pools)})

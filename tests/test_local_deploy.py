@@ -139,6 +139,7 @@ def test_what_is_not_kept_is_undone_and_the_old_one_serves_again(rack):
         ("die", "aggregated-0 ended while starting: RuntimeError: no memory for the KV pool"),
         ("sick", "aggregated-0 is not healthy after 2 s"),
         ("ignore-seqs", "max_num_seqs was planned as 16, the engine has 8"),
+        ("old-pod", 'revision was planned as "2.*", the engine has "an older one"'),
     ],
 )
 def test_an_engine_that_does_not_do_what_was_planned_leaves_nothing(rack, fault, told):

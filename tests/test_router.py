@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rackplan.engine.balancing import BLOCK_TOKENS, Backend, Balancer, PrefixHomes, prompt_of
-from rackplan.engine.router import RANK_HEADER, Instance, Router, RouterConfig
+from rackplan.engine.router import RANK_HEADER, Router
+from rackplan.engine.router_config import Instance, RouterConfig
 from rackplan.simulator.request import Request
 from rackplan.simulator.router import RankLoads, make_router
 

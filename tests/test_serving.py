@@ -3,6 +3,7 @@
 import json
 import shlex
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rackplan.engine.flags import dp_sync_algorithm
 from rackplan.engine.parser_table import (
     ENGINE_VERSIONS,
     check_command,
+    check_environment,
     installed_version,
     parser_table,
     record,
@@ -313,7 +315,7 @@ def test_an_instance_wider_than_a_machine_has_one_api_server_and_headless_nodes(
 
 
 def test_too_few_machines_are_an_error_that_says_how_many():
-    with pytest.raises(InputError, match="name [0-9]+ or more machines"):
+    with pytest.raises(InputError, match="16 GPUs take 4 machines of 4; name them all"):
         server_commands(aggregated(model="deepseek-v3", gpu="gb300", dep=16), CUDA)
 
 
@@ -402,9 +404,66 @@ def test_the_installed_parser_takes_every_command():
     parser = _vllm_parser()
     for device in ("cuda", "cpu"):
         placement = Placement(model="m", device=device, engine_version=version, devices_per_node=8, log_dir="/l")
-        top = {"dp_sync": {"algorithm": dp_sync_algorithm(placement.device, placement.engine_version)}, "kv_transfer": {"mode": "pull"}}
+        synced = dp_sync_algorithm(placement.device, placement.engine_version)
+        top = {"dp_sync": {"algorithm": synced}, "kv_transfer": {"mode": "pull"}}
         for command in server_commands(disaggregated(prefill=ON_CPU, decode=ON_CPU, **top), placement):
             args = parser.parse_args(list(command.argv[2:]))
             assert args.data_parallel_size == (2 if command.role == "decode" else 1)
             assert args.async_scheduling is False
             assert args.max_num_seqs == 256
+
+
+@pytest.mark.parametrize("version", ENGINE_VERSIONS)
+def test_a_variable_that_the_release_does_not_read_is_an_error(version):
+    with pytest.raises(InputError, match="VLLM_FUSED_MOE_CHUNK_SIZE: vLLM .* does not read it"):
+        check_environment({"VLLM_FUSED_MOE_CHUNK_SIZE": "1", "OTHER": "1"}, parser_table(version))
+
+
+@pytest.mark.parametrize(("model", "kernel"), [("deepseek-v4.1-flash", "deep_gemm_mega_moe"), ("deepseek-v3", "auto")])
+def test_experts_run_on_the_kernel_that_the_calibration_is_of(model, kernel):
+    (command,) = server_commands(aggregated(model=model, gpu="gb300", dep=4), CUDA)
+    assert value(command, "--moe-backend") == kernel
+    assert value(command, "--all2all-backend") == "allgather_reducescatter"
+
+
+def test_the_documentation_lists_what_vllm_is_not_told():
+    text = (Path(__file__).parent.parent / "docs" / "deploying.md").read_text()
+    for field in NOT_VLLMS:
+        assert f"- `{field}`:" in text
+
+
+def test_the_drafts_experts_must_lie_evenly_on_prefill_servers_too():
+    pools = [{"role": "prefill", "instances": 1, "dep": 12}, {"role": "decode", "instances": 1, "dep": 8}]
+    data = {"model": "deepseek-v4.1-flash", "gpu": "gb300", "pools": pools, "speculation": {"draft_tokens": 2}}
+    with pytest.raises(InputError, match="prefill.dep=12 with 128 experts of the draft"):
+        server_commands(parse_deployment(data), Placement(model="m", hosts=tuple("abcdef")))
+    assert server_commands(
+        parse_deployment({**data, "speculation": {"draft_tokens": 0}}), Placement(model="m", hosts=tuple("abcdef"))
+    )
+
+
+def test_servers_of_two_pools_of_one_role_have_names_of_their_own():
+    pools = [{"role": "prefill", "instances": 2, "dep": d} for d in (1, 2)]
+    pools += [{"role": "decode", "instances": 1, "dep": 2}]
+    deployment = parse_deployment({"model": "deepseek-v2-lite", "gpu": "h200", "pools": pools})
+    assert [c.name for c in server_commands(deployment, CUDA)] == [*(f"prefill-{i}" for i in range(4)), "decode-0"]
+
+
+def test_another_patch_of_a_release_is_asked_itself(monkeypatch):
+    asked = {"engine": "0.33.7", "environment": [], "flags": [{"names": ["--new"]}]}
+    monkeypatch.setattr("rackplan.engine.parser_table.installed_version", lambda: "0.33.7")
+    monkeypatch.setattr("rackplan.engine.parser_table.record", lambda: asked)
+    parser_table.cache_clear()
+    try:
+        assert set(parser_table("0.33").flags) == {"--new"}
+        assert "--max-num-seqs" in parser_table("0.32").flags
+    finally:
+        parser_table.cache_clear()
+
+
+def test_what_a_models_spec_takes_for_granted_is_stated():
+    (flash,) = server_commands(aggregated(model="deepseek-v4.1-flash", gpu="gb300", dep=4), CUDA)
+    assert "--swa-bounded-replay" in flash.argv
+    assert config(flash, "--engram-config") == {"cpu_offload": True}
+    (other,) = server_commands(aggregated(), CUDA)
+    assert not {"--swa-bounded-replay", "--engram-config"} & set(other.argv)

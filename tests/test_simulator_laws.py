@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disaggregated, requests
+from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disaggregated, requests, with_kv_tokens
 
-from rackplan.engine import parse_deployment, plan_memory
+from rackplan.engine import parse_deployment
 from rackplan.simulator.metrics import batch_intervals, gpu_time_share, metrics_of
 from rackplan.simulator.request import Load, Request
 from rackplan.simulator.simulate import RunOptions, simulate
@@ -22,20 +22,6 @@ from rackplan.simulator.simulate import RunOptions, simulate
 def run(deployment, reqs, calibration=None, *, primed=(), **options):
     workload = GivenRequests(reqs, primed)
     return simulate(deployment, workload, Load(), calibration or FakeCalibration(), RunOptions(**options))
-
-
-def with_kv_tokens(deployment, role, tokens):
-    """The deployment with `gpu_memory_utilization` set so that a rank of `role` holds about `tokens` of KV."""
-    pools = []
-    for pool in deployment.pools:
-        if pool.role == role:
-            spare = (
-                plan_memory(deployment, pool).kv_pool_gib * 2**30 - tokens * deployment.model_spec.kv_bytes_per_token
-            )
-            hbm = deployment.gpu_spec.hbm_gb * 1e9
-            pool = pool.model_copy(update={"gpu_memory_utilization": pool.gpu_memory_utilization - spare / hbm})
-        pools.append(pool)
-    return deployment.model_copy(update={"pools": tuple(pools)})
 
 
 @st.composite

@@ -1,13 +1,19 @@
 """The tuner by parts: operating points, capacity, screening, what-if changes, economics, the Pareto front, demand."""
 
+import json
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from models import aggregated, disaggregated
+from test_model_folder import QWEN3_MOE
 
 from rackplan.engine import InputError, gpu_spec
+from rackplan.engine.placement import Placement
+from rackplan.engine.serving import server_commands
 from rackplan.simulator.request import Load
 from rackplan.simulator.simulate import RunOptions
 from rackplan.tuner.capacity import Corrections, estimate
@@ -215,16 +221,34 @@ def test_screened_layouts_keep_to_the_gpus_that_there_are_and_aggregated_ones_ar
 
 
 @given(
-    st.sampled_from([-1, 0, 32]), st.sampled_from(["push", "pull"]), st.sampled_from([0, 4]), st.sampled_from([1, 2])
+    st.sampled_from([-1, 0, 32]),
+    st.sampled_from(["push", "pull"]),
+    st.sampled_from([0, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([0, 1]),
+    st.sampled_from([32, 512]),
 )
-def test_knobs_without_effect_are_reset_so_that_every_proposal_is_a_deployment(redundant, mode, cap, width):
-    layout = Layout(prefill_instances=0, prefill_dep=1, decode_instances=1, decode_dep=width)
-    model = request_of().model_spec
-    knobs = simplified(layout, Knobs(redundant=redundant, mode=mode, cap=cap, window=500, interval=1000), model)
+def test_every_proposal_is_a_deployment_that_the_engine_runs(redundant, mode, cap, width, prefills, seats):
+    layout = Layout(prefill_instances=prefills, prefill_dep=width, decode_instances=1, decode_dep=width)
+    gpu = request_of().gpu_spec
+    knobs = Knobs(redundant=redundant, mode=mode, cap=cap, seats=seats, window=500, interval=1000)
+    knobs = simplified(layout, knobs, gpu)
     deployment = make_deployment("deepseek-v2-lite", "h200", layout, knobs, None)
-    assert deployment.kv_transfer.mode == "push"
+    assert deployment.kv_transfer.mode == (mode if prefills else "push")
     assert deployment.eplb.enabled == (redundant >= 0 and width > 1)
-    assert simplified(layout, knobs, model) == knobs
+    assert simplified(layout, knobs, gpu) == knobs
+    assert server_commands(deployment, Placement(model="model", devices_per_node=8))
+
+
+@given(st.sampled_from(["push", "pull"]), st.sampled_from([0, 1]), st.sampled_from([1, 2]))
+def test_on_a_cpu_only_what_its_engine_runs_is_proposed(mode, prefills, width):
+    layout = Layout(prefill_instances=prefills, prefill_dep=width, decode_instances=1, decode_dep=width)
+    knobs = simplified(layout, Knobs(redundant=-1, mode=mode), gpu_spec("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(QWEN3_MOE))
+        deployment = make_deployment(folder, "cpu", layout, knobs, None)
+        placement = Placement(device="cpu", engine_version="0.32", devices_per_node=8)
+        assert server_commands(deployment, placement)
 
 
 # -- what-if ------------------------------------------------------------------------------------------------------

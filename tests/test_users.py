@@ -2,9 +2,12 @@
 each name says what the user sees."""
 
 import math
+import re
 from dataclasses import fields
+from itertools import pairwise
 
 import pytest
+import yaml
 from models import aggregated, disaggregated
 
 from rackplan.cli.main import app, execute
@@ -17,6 +20,11 @@ from rackplan.engine import (
     parse_deployment,
     plan_memory,
 )
+from rackplan.engine.cluster import Cluster
+from rackplan.engine.manifests import render_cluster
+from rackplan.engine.parser_table import check_command, parser_table
+from rackplan.engine.placement import Placement
+from rackplan.engine.serving import server_commands
 from rackplan.simulator.workloads import parse_workload
 from rackplan.tuner.demand import play_demand
 from rackplan.tuner.evaluate import simulate_document
@@ -241,6 +249,14 @@ def test_u16_what_was_simulated_is_what_is_written(plan):
         } <= set(pool)
 
 
+def test_u16_every_server_is_told_the_longest_request_and_its_memory(plan):
+    deployment = parse_deployment(plan["deployment"])
+    for command in server_commands(deployment, Placement(model="m")):
+        told = dict(pairwise(command.argv))
+        assert told["--max-model-len"] == str(deployment.context_limit)
+        assert {"--gpu-memory-utilization", "--max-num-batched-tokens", "--max-num-seqs"} <= set(told)
+
+
 # -- U17: out of memory reported as "relax the SLO" ---------------------------------------------------------------
 @pytest.mark.parametrize("interactivity", [30.0, 150.0])
 def test_u17_what_does_not_fit_is_refused_for_memory_and_not_for_an_slo(interactivity):
@@ -311,6 +327,16 @@ def test_u22_an_option_that_is_unknown_or_idle_is_an_error(capsys):
         assert line.split()[-2] in capsys.readouterr().err
 
 
+def test_u22_a_server_is_given_no_flag_that_its_release_lacks():
+    with pytest.raises(InputError, match="--swap-space: vLLM 0.33.0 has no such option"):
+        check_command(("vllm", "serve", "m", "--swap-space", "16"), parser_table("0.33"))
+
+
+def test_u22_what_the_engine_would_ignore_is_refused():
+    with pytest.raises(InputError, match="dp_sync.algorithm=nccl .set recursive_doubling."):
+        server_commands(disaggregated(dp_sync={"algorithm": "nccl"}), Placement(model="m"))
+
+
 # -- U23: the GPU count forgot DP or CP ---------------------------------------------------------------------------
 def test_u23_one_count_of_gpus_is_used_everywhere():
     deployment = disaggregated(prefill={"instances": 3, "dep": 1, "tp": 2}, decode={"instances": 2, "dep": 4})
@@ -326,6 +352,12 @@ def test_u23_one_count_of_gpus_is_used_everywhere():
 def test_u23_a_plan_keeps_to_the_gpus_that_it_may_use(plan):
     used = parse_deployment(plan["deployment"]).gpus
     assert used == plan["prediction"]["metrics"]["gpus"] <= plan["inputs"]["gpus"]
+
+
+def test_u23_the_servers_take_the_gpus_that_the_plan_counts(plan):
+    deployment = parse_deployment(plan["deployment"])
+    taken = [(c.machine, d) for c in server_commands(deployment, Placement(model="m")) for d in c.devices]
+    assert len(set(taken)) == len(taken) == deployment.gpus == plan["prediction"]["metrics"]["gpus"]
 
 
 # -- U24: default SLOs silently filtered results ------------------------------------------------------------------
@@ -348,6 +380,36 @@ def test_u24_every_effective_input_of_a_simulation_is_echoed():
         assert key in found["inputs"]
     assert found["inputs"]["calibration"] == "h200-v2-lite"
     assert set(found["deployment"]) == set(Deployment.model_fields)
+
+
+# -- U25: GB300 manifests selected GB200 nodes; a searched batch of 32 became max-num-seqs 512 ---------------------
+@pytest.mark.parametrize("target", ["lws", "dynamo", "llm-d"])
+def test_u25_manifests_select_the_planned_gpu_and_carry_the_searched_batch(target):
+    deployment = parse_deployment(
+        {
+            "model": "deepseek-v4.1-flash",
+            "gpu": "gb300",
+            "pools": [
+                {"role": "prefill", "instances": 2, "dep": 4, "max_num_seqs": 8},
+                {"role": "decode", "instances": 1, "dep": 16, "max_num_seqs": 32, "max_num_batched_tokens": 512},
+            ],
+            "kv_transfer": {"mode": "pull"},
+            "router": {"policy": "least_requests"},
+        }
+    )
+    cluster = Cluster(name="plan", image="vllm", router_image="rackplan", model="m")
+    files = render_cluster(target, deployment, cluster).files
+    assert load_deployment_text(files["deployment.yaml"]) == deployment
+    text = "".join(t for name, t in files.items() if name != "deployment.yaml")
+    assert set(re.findall(r"nvidia.com/gpu.product: (\S+)", text)) == {"NVIDIA-GB300"}
+    assert set(re.findall(r"--max-num-seqs (\d+)", text)) == {"8", "32"}
+    for role, caps in (("kv_producer", "8"), ("kv_consumer", "32")):
+        for script in re.findall(rf"--max-num-seqs (\d+)(?:(?!--max-num-seqs)[\s\S])*?{role}", text):
+            assert script == caps
+
+
+def load_deployment_text(text: str) -> Deployment:
+    return parse_deployment(yaml.safe_load(text))
 
 
 # -- U30: 900k output tok/s are 132 GPUs, 900k total tok/s are 66 -------------------------------------------------

@@ -53,7 +53,7 @@ class Screening:
         """The estimate of a layout with knobs; None, with the reason counted, where it cannot be or, if `judged`, where
         not even a request alone sees its first token in time."""
         model = self.request.model_spec
-        knobs = simplified(layout, knobs, model)
+        knobs = simplified(layout, knobs, self.request.gpu_spec)
         if not fits_together(layout, knobs, model):
             self._refuse("experts do not divide over the GPUs")
             return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import optuna
 
 from rackplan.engine import Deployment
+from rackplan.engine.flags import kv_transfer_modes
 from rackplan.simulator.simulate import RunOptions
 from rackplan.tuner.demand import Demand, is_open_loop
 from rackplan.tuner.operating_point import OperatingPoint
@@ -20,10 +21,8 @@ from rackplan.tuner.space import (
     CAPS,
     CHUNKS,
     INTERVALS,
-    MODES,
     REDUNDANT,
     SEATS,
-    SYNCS,
     WINDOWS,
     Knobs,
 )
@@ -205,8 +204,7 @@ class Search:
             window=trial.suggest_categorical("window", WINDOWS),
             interval=trial.suggest_categorical("interval", INTERVALS),
             drafts=trial.suggest_int("drafts", 0, self.request.model_spec.max_draft_tokens),
-            sync=trial.suggest_categorical("sync", SYNCS),
-            mode=trial.suggest_categorical("mode", MODES),
+            mode=trial.suggest_categorical("mode", kv_transfer_modes(self.request.gpu_spec.device)),
         )
         return layout, knobs
 
@@ -246,7 +244,6 @@ def _parameters(label: str, knobs: Knobs) -> dict:
         "window": knobs.window,
         "interval": knobs.interval,
         "drafts": knobs.drafts,
-        "sync": knobs.sync,
         "mode": knobs.mode,
     }
 

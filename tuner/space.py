@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rackplan.engine import Deployment, GpuSpec, InputError, ModelSpec, gpu_spec, parse_deployment
+from rackplan.engine.flags import dp_sync_algorithm, engine_release, kv_transfer_modes
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (2048, 4096, 8192, 16384, 32768)
@@ -17,8 +18,6 @@ REDUNDANT = (-1, 0, 16, 32, 64)
 """Redundant experts; -1 is EPLB off."""
 INTERVALS = (1000, 3000, 10000)
 WINDOWS = (500, 1000)
-SYNCS = ("recursive_doubling", "nccl", "ring")
-MODES = ("push", "pull")
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -33,6 +32,11 @@ class Layout:
     @property
     def disaggregated(self) -> bool:
         return self.prefill_instances > 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the widest instance."""
+        return max(self.prefill_dep if self.disaggregated else 1, self.decode_dep)
 
     @property
     def gpus(self) -> int:
@@ -57,13 +61,13 @@ class Knobs:
     window: int = 1000
     interval: int = 3000
     drafts: int = 0
-    sync: str = "recursive_doubling"
     mode: str = "push"
 
 
 def make_deployment(model: str, gpu: str, layout: Layout, knobs: Knobs, max_model_len: int | None) -> Deployment:
     """The deployment of a layout with knobs. Raises InputError where they do not go together."""
     width = 1 + knobs.drafts
+    device = gpu_spec(gpu).device
     pools: list[dict] = []
     if layout.disaggregated:
         pools.append(
@@ -103,7 +107,8 @@ def make_deployment(model: str, gpu: str, layout: Layout, knobs: Knobs, max_mode
         },
         "speculation": {"draft_tokens": knobs.drafts},
         "kv_transfer": {"mode": knobs.mode},
-        "dp_sync": {"algorithm": knobs.sync},
+        # Not searched: an engine has one.
+        "dp_sync": {"algorithm": dp_sync_algorithm(device, engine_release(device))} if layout.ranks > 1 else {},
     }
     return parse_deployment(data, layout.label)
 
@@ -117,16 +122,15 @@ def fits_together(layout: Layout, knobs: Knobs, model: ModelSpec) -> bool:
     return (model.routed_experts + redundant) % layout.decode_dep == 0 and draft % layout.decode_dep == 0
 
 
-def simplified(layout: Layout, knobs: Knobs, model: ModelSpec) -> Knobs:
-    """The knobs without those that have no effect on this layout, so that equal deployments are found equal."""
-    changes: dict = {}
+def simplified(layout: Layout, knobs: Knobs, gpu: GpuSpec) -> Knobs:
+    """The knobs without those that have no effect on this layout, or that the GPU's engine has not, so that equal
+    deployments are found equal."""
+    modes = kv_transfer_modes(gpu.device)
+    changes: dict = {} if knobs.mode in modes else {"mode": modes[0]}
     if layout.disaggregated is False:
         changes |= {"cap": 0, "mode": "push"}
-    widest = max(layout.decode_dep, layout.prefill_dep if layout.disaggregated else 1)
-    if widest == 1:
+    if layout.ranks == 1:
         changes |= {"redundant": -1}
-    if layout.decode_dep == 1 and layout.prefill_dep <= 1:
-        changes |= {"sync": "recursive_doubling"}
     if changes.get("redundant", knobs.redundant) < 0:
         changes |= {"window": 1000, "interval": 3000}
     return replace(knobs, **changes)

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# One stage of the campaign: ./campaign.sh STAGE [GPUS]   (sync, exact, serve1, slice, slice1 or serve2; GPUS 2 unless given)
+# One stage of the campaign: ./campaign.sh STAGE [GPUS]   (see README.md; GPUS 2 unless given)
 # Needs setup.sh's /tmp/env.sh, but for `sync`, which runs on any PyTorch. Results gather in /tmp/results; each stage ends
 # by packing all of it into $OUT/results.tgz, also when it is cut. DRY=1 prints the commands and runs nothing.
 set -u
 STAGE=${1:?stage}; GPUS=${2:-2}; HERE=$(cd "$(dirname "$0")" && pwd); R=${RESULTS:-/tmp/results}; mkdir -p "$R"
+cd "$R"  # in the checkout's root Python would take its `rackplan` folder for the package
 [ -e /tmp/env.sh ] && [ "$STAGE" != sync ] && . /tmp/env.sh
 [ -n "${DRY:-}" ] && DRY=--dry-run
 pack() { [ -n "${OUT:-}" ] && tar -C "$R" -czf "$OUT/results.tgz" . 2>/dev/null; }
 trap pack EXIT; trap 'exit 124' TERM INT
 limit() { local s=$1; shift; timeout -k 5 "$s" "$@"; local rc=$?; [ $rc = 0 ] || echo "FAILED rc=$rc: $*"; return $rc; }
+RACKPLAN=(python3 -c 'from rackplan.cli.main import run; run()')
 py() { python3 "$HERE/$1.py" "${@:2}" --out "$R" ${DRY:-}; }
 forward() { limit "$1" python3 "$HERE/forward.py" "$2" --ranks "$3" --out "$R" ${DRY:-} "${@:4}" || tail -n 25 "$R/bench_forward_$2_dep$3.log" | cut -c1-300; }
 load() {  # seconds, plan; only where its servers answer
@@ -36,11 +38,25 @@ slice1)
     # each kernel at its first use, which is most of the time here; a second call goes on where the first was cut.
     CUDA_VISIBLE_DEVICES=0 forward 560 v3_L4 1 & CUDA_VISIBLE_DEVICES=$((GPUS - 1)) forward 560 v3_L2 1 & wait ;;
 serve2)
-    ALL="skew skew_eplb agg2048_graphs512 agg2048_graphs4096"
+    ALL="agg2048_graphs512 agg2048_graphs4096"
     up $ALL
-    load 80 skew
-    load 80 skew_eplb
     load 80 agg2048_graphs512 & load 80 agg2048_graphs4096 & wait
     down $ALL ;;
+profile1)
+    # One GPU each, side by side: what a profile takes of one rank, and the slice.
+    limit 570 "${RACKPLAN[@]}" profile deepseek-v2-lite --checkpoint /tmp/models/dsv2lite --out "$R/profile" --gpus 1 --budget "${BUDGET:-6m}" &
+    CUDA_VISIBLE_DEVICES=$((GPUS - 1)) forward 560 v3_L4 1 & wait ;;
+profile)
+    limit 900 "${RACKPLAN[@]}" profile deepseek-v2-lite --checkpoint /tmp/models/dsv2lite --out "$R/profile" --gpus "$GPUS" --budget "${BUDGET:-10m}" ;;
+skew)
+    up skew skew_eplb
+    load 80 skew
+    load 80 skew_eplb
+    down skew skew_eplb ;;
+deploy)
+    limit 400 "${RACKPLAN[@]}" deploy "$HERE/pd.yaml" --model /tmp/models/dsv2lite --calibration h200-v2-lite --state "$R/state" \
+        --workload fixed:2048/256 --rate 6 --requests 150 --json
+    limit 60 "${RACKPLAN[@]}" status --state "$R/state"
+    limit 60 "${RACKPLAN[@]}" stop --state "$R/state" ;;
 *) echo "no stage $STAGE"; exit 2 ;;
 esac

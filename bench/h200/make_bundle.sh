@@ -19,6 +19,7 @@ $PIP install -q --target "$S" cachetools blake3 'fastapi<0.137.0,>=0.133.0' uvic
     oss-harmony orjson 'anthropic>=0.71' 'model-hosting-container-standards<1' 'mcp<3,>=2.2' opentelemetry-sdk opentelemetry-api \
     opentelemetry-exporter-otlp opentelemetry-semantic-conventions-ai loguru tiktoken aiohttp pydantic-extra-types pycountry apache-tvm-ffi==0.1.11
 $PIP download -q --no-deps -d "$DEST" zstandard
+$PIP download -q --no-deps -d "$DEST/rp" simpy
 cd "$S"
 rm -rf include torch/include torch/test triton/backends/amd triton/profiler triton/backends/nvidia/bin/{cuobjdump,nvdisasm} bin nixl_ep* \
     setuptools _distutils_hack distutils-precedence.pth flashinfer* vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so

@@ -4,9 +4,10 @@
 of 1 in place of V3's 4 of 8, because the balanced routing of `vllm bench forward` knows no groups.
 """
 
-import json
 import sys
 from pathlib import Path
+
+from rackplan.engine.tiny_models import write_model_folder
 
 YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
 SHARED = {
@@ -84,24 +85,10 @@ V3 = SHARED | {
 }
 
 
-def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """One word per token id; special tokens are named unlike any word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"bos_token": "<sp0>", "eos_token": "<sp1>", "pad_token": "<sp2>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
-
-
 def main(root: Path) -> None:
     configs = {"dsv2lite": V2_LITE} | {f"dsv3_L{n}": V3 | {"num_hidden_layers": n} for n in (2, 4)}
     for name, config in configs.items():
-        folder = root / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
-    save_tokenizer(root / "dsv2lite", V2_LITE["vocab_size"])
+        write_model_folder(root / name, config)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ class Server:
 
 SERVE_ARGS = (
     "--load-format=dummy --max-model-len=8192 --max-num-seqs=512 --no-enable-prefix-caching --async-scheduling "
-    "--gpu-memory-utilization=0.15 --enable-logging-iteration-details --disable-uvicorn-access-log"
+    "--gpu-memory-utilization=0.15 --enable-logging-iteration-details --disable-uvicorn-access-log "
+    "--scheduler-cls=rackplan.engine.vllm_plugin.scheduler.RackplanAsyncScheduler"
 )
 """The KV pool is given in bytes (`kv_gib`): servers that share a GPU do not measure each other's memory."""
 

@@ -33,7 +33,8 @@ def command(name: str, gpus: int, models: str, out: Path) -> tuple[list[str], di
     server = servers(gpus)[name]
     serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", f"{models}/dsv2lite", "--host", "127.0.0.1"]
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, server.gpus))}
-    return [*serve, "--port", str(server.port), *SERVE_ARGS.split(), *server.args], {**visible, **server.env}
+    steps = {"RACKPLAN_STEP_LOG_DIR": str(out), "RACKPLAN_SERVER_NAME": name}
+    return [*serve, "--port", str(server.port), *SERVE_ARGS.split(), *server.args], {**visible, **steps, **server.env}
 
 
 def start(name: str, gpus: int, models: str, out: Path) -> None:

@@ -23,11 +23,20 @@ P
 SYS=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 rm -rf "$SYS"/torchvision* "$SYS"/torchaudio*      # built for the machine's own, older torch: transformers would import them and fail
 for d in "$SYS"/nvidia/*; do b=$(basename "$d"); [ -e "/tmp/site/nvidia/$b" ] || ln -s "$d" "/tmp/site/nvidia/$b"; done
-# The routing plug-in, installed by hand: vLLM finds it through its entry point.
-cp "$HERE/skew_routing/skew_routing.py" /tmp/site/
-mkdir -p /tmp/site/skew_routing-0.1.dist-info
-printf 'Metadata-Version: 2.1\nName: skew-routing\nVersion: 0.1\n' > /tmp/site/skew_routing-0.1.dist-info/METADATA
-printf '[vllm.general_plugins]\nskew_routing = skew_routing:register\n' > /tmp/site/skew_routing-0.1.dist-info/entry_points.txt
+# What the machine lacks of rackplan's needs; then its packages, linked by hand: vLLM finds the plug-in in them through the
+# entry points of pyproject.toml.
+python3 -m pip install -q --no-index --no-deps --target /tmp/site "$1"/rp/*.whl
+ROOT=$(realpath "$HERE/../.."); INFO=/tmp/site/rackplan-0.1.0.dist-info
+mkdir -p /tmp/site/rackplan "$INFO"
+for p in engine simulator calibration tuner cli; do ln -sfn "$ROOT/$p" "/tmp/site/rackplan/$p"; done
+ln -sf "$ROOT/rackplan/__init__.py" /tmp/site/rackplan/
+printf 'Metadata-Version: 2.1\nName: rackplan\nVersion: 0.1.0\n' > "$INFO/METADATA"
+python3 - "$ROOT/pyproject.toml" > "$INFO/entry_points.txt" <<'P'
+import sys, tomllib
+groups = tomllib.load(open(sys.argv[1], "rb"))["project"]["entry-points"]
+for group, points in groups.items():
+    print(f"[{group}]", *(f"{name} = {value}" for name, value in points.items()), sep="\n")
+P
 NVCC=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc)
 cat > /tmp/env.sh <<X2
 export CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$NVCC")")")

@@ -22,7 +22,7 @@ def register() -> None:
         cpu_hooks.accept_eplb()
 
 
-def cpu_platform() -> str | None:
+def cpu_platform_class() -> str | None:
     """Entry point of `vllm.platform_plugins`: the class to use on a CPU-only vLLM, None on any other."""
     from vllm.platforms import cpu_platform_plugin
 

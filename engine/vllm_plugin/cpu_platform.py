@@ -1,4 +1,4 @@
-"""vLLM's CPU platform with expert-parallel collectives and EPLB; chosen by `rackplan.engine.vllm_plugin.cpu_platform`.
+"""vLLM's CPU platform with expert-parallel collectives and EPLB; chosen by the plug-in's `cpu_platform_class`.
 
 vLLM asks its platform for the communicator and the worker, so both are exchanged here without touching vLLM's own.
 """

@@ -1,8 +1,9 @@
 """Expert popularity by a Zipf law, in place of the routing that random weights give (almost even).
 
 Chosen with VLLM_MOE_ROUTING_SIMULATION_STRATEGY=zipf; RACKPLAN_ZIPF is the exponent (default 0.5). Expert e has weight
-(e + 1)**-s in every layer, so with linear placement the first rank of two carries 68 % of the tokens at s = 0.5 and 64
-experts, top 6. Draws are without replacement (Gumbel top-k) and safe inside a captured CUDA graph.
+(e + 1)**-s in every layer, so with linear placement the first rank of two carries 67 % of the tokens at s = 0.5 and 64
+experts, top 6. Draws are without replacement (Gumbel top-k) and safe inside a captured CUDA graph. The strategy makes
+no router logits, so vLLM 0.33 takes a modular expert kernel with it, never one that routes inside.
 """
 
 import os

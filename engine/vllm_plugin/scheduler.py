@@ -86,13 +86,18 @@ def _at(config: Any, path: str) -> Any:
     return config
 
 
-def kv_load_cap() -> int | None:
-    """RACKPLAN_MAX_NEW_KV_LOADS_PER_STEP, None where there is no cap; ValueError if it is no positive integer."""
+def kv_load_cap(loads_kv: bool) -> int | None:
+    """RACKPLAN_MAX_NEW_KV_LOADS_PER_STEP; None where there is no cap.
+
+    Raises ValueError if it is no positive integer, or on an engine that loads no KV, where it would do nothing.
+    """
     text = os.environ.get(CAP, "")
     if not text:
         return None
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{CAP}={text}: must be an integer of at least 1; unset it for no cap")
+    if not loads_kv:
+        raise ValueError(f"{CAP}={text}: this engine loads no KV (--kv-transfer-config names no consumer); unset it")
     return int(text)
 
 
@@ -118,13 +123,11 @@ class StepLog:
         self._last_output_s: float | None = None
         self._write(f'{{"config": {text}}}\n')
 
-    def scheduled(self, output: Any, step: dict[str, Any], begin_s: float) -> None:
-        """A step leaves the scheduler; `begin_s` is when schedule() was entered, monotonic seconds."""
-        now_s = time.monotonic()
+    def scheduled(self, output: Any, step: dict[str, Any], begin_s: float, end_s: float) -> None:
+        """A step was planned from `begin_s` to `end_s`, monotonic seconds."""
         self._steps += 1
-        self._pending.append(
-            (output, {"step": self._steps, "t_s": begin_s} | step | {"schedule_ms": 1e3 * (now_s - begin_s)}, now_s)
-        )
+        step = {"step": self._steps, "t_s": begin_s} | step | {"schedule_ms": 1e3 * (end_s - begin_s)}
+        self._pending.append((output, step, end_s))
 
     def processed(self, output: Any, begin_s: float, idle_after: bool) -> None:
         """The step's output was processed, from `begin_s` to now; `idle_after`: nothing is left to run."""
@@ -154,7 +157,13 @@ class StepLog:
 
 
 class RackplanScheduler(Scheduler):
-    """vLLM's scheduler with the step log and the cap, for engines without async scheduling."""
+    """vLLM's scheduler with the step log and the cap, for engines without async scheduling.
+
+    Raises ValueError at construction if its environment is wrong or it is the wrong one of the two classes,
+    RuntimeError if vLLM lacks a hook; each ends the engine's start.
+    """
+
+    for_async_scheduling = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         missing = [name for name in HOOKS if not hasattr(Scheduler, name)]
@@ -163,7 +172,13 @@ class RackplanScheduler(Scheduler):
                 f"vLLM {vllm.__version__} has no Scheduler.{missing[0]}; rackplan's scheduler knows 0.32 and 0.33"
             )
         super().__init__(*args, **kwargs)
-        self._kv_load_cap = kv_load_cap()
+        if bool(self.scheduler_config.async_scheduling) != self.for_async_scheduling:
+            state, other = ("off", RackplanScheduler) if self.for_async_scheduling else ("on", RackplanAsyncScheduler)
+            raise ValueError(
+                f"--scheduler-cls {type(self).__name__}: async scheduling is {state} here; use {other.__name__}"
+            )
+        transfer = self.vllm_config.kv_transfer_config
+        self._kv_load_cap = kv_load_cap(loads_kv=transfer is not None and transfer.is_kv_consumer)
         # Requests whose remote KV arrived and that do not run yet, and those that were let through in this step.
         self._kv_arrived: set[str] = set()
         self._let_through: list[Any] = []
@@ -177,11 +192,12 @@ class RackplanScheduler(Scheduler):
         """vLLM's step plan, logged."""
         begin_s = time.monotonic()
         output = super().schedule(*args, **kwargs)
+        end_s = time.monotonic()
         kv_loads = self._settle_kv_loads()
         if self._step_log is None:
             return output
         if output.total_num_scheduled_tokens:
-            self._step_log.scheduled(output, self._describe(output) | {"kv_loads": kv_loads}, begin_s)
+            self._step_log.scheduled(output, self._describe(output) | {"kv_loads": kv_loads}, begin_s, end_s)
         else:
             self._step_log.paused()
         return output
@@ -259,3 +275,5 @@ class RackplanScheduler(Scheduler):
 
 class RackplanAsyncScheduler(RackplanScheduler, AsyncScheduler):
     """The same for engines with async scheduling; a step's time is then the gap between outputs, `gap_ms`."""
+
+    for_async_scheduling = True

@@ -1,0 +1,27 @@
+"""What an instance knows of itself."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rackplan.engine import Pool
+from rackplan.simulator.acceptance import Acceptance
+from rackplan.simulator.cost import PoolCost
+from rackplan.simulator.prefix_cache import PrefixCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceModel:
+    """`kv_tokens`: KV pool of one rank. `balancedness`: by tokens per rank. `rearrange_every_steps`: a synchronous EPLB
+    stops all ranks for `rearrange_ms` that often; None for no stop. `coalesce`: pass steps together where they may be.
+    """
+
+    pool: Pool
+    cost: PoolCost
+    kv_tokens: int
+    acceptance: Acceptance
+    replay_tokens: int
+    balancedness: Callable[[float], float]
+    make_cache: Callable[[], PrefixCache]
+    rearrange_every_steps: int | None = None
+    rearrange_ms: float = 0.0
+    coalesce: bool = True

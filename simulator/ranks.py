@@ -1,0 +1,191 @@
+"""The data-parallel ranks of one instance: their queues, running requests and prefix caches, and what a step changes of
+them. Knows no clock: it is told the time, and says what a step hands on.
+"""
+
+
+from rackplan.simulator.decode_batch import DecodeBatch
+from rackplan.simulator.instance_model import InstanceModel
+from rackplan.simulator.request import Request
+from rackplan.simulator.scheduler import Rank, RankPlan, Sequence, plan_rank
+
+MOST_COALESCED_STEPS = 256
+
+
+class Ranks:
+    """`batch`: the running requests; `load`, `load_tokens` (ranks,): requests on each rank and their tokens, for the
+    router. `outputs`: what the last step made, first tokens and ends (True). `blocked`: by rank, what held its requests
+    back in the last plan.
+    """
+
+    def __init__(
+        self, model: InstanceModel, load: memoryview, load_tokens: memoryview
+    ) -> None:
+        self.model, self.pool = model, model.pool
+        self.load, self.load_tokens = load, load_tokens
+        self.queues = [Rank(model.make_cache()) for _ in range(model.pool.dep)]
+        self.batch = DecodeBatch(self.queues, model.kv_tokens, model.acceptance)
+        self.outputs: list[tuple[Sequence, bool]] = []
+        self.blocked: dict[int, str] = {}
+        self.most_admitted = 0
+        self.preemptions = 0
+        self._busy: set[int] = set()  # ranks with waiting or partly prefilled requests
+
+    # -- what comes from outside ----------------------------------------------------------------------------------
+    def add(self, seq: Sequence) -> None:
+        """Queue a request on its rank."""
+        queue = self.queues[seq.rank]
+        (queue.loaded if seq.kv_loaded else queue.waiting).append(seq)
+        self._busy.add(seq.rank)
+
+    def release(self, seq: Sequence) -> bool:
+        """The KV of a prompt that has been handed over may be evicted from now on. True if a request waited for it."""
+        r = seq.rank
+        self.batch.held[r] -= seq.prompt_tokens
+        self._store(seq, seq.prompt_tokens)
+        self._leave(seq)
+        if self.queues[r].waiting and self.blocked.get(r) == "kv_full":
+            del self.blocked[r]
+            return True
+        return False
+
+    def prime(self, r: int, request: Request) -> None:
+        """Put the whole prompt of `request` into a rank's prefix cache."""
+        if self.pool.enable_prefix_caching:
+            cache = self.queues[r].cache
+            cache.store(request, request.input_tokens)
+            cache.evict_to(self.model.kv_tokens)
+
+    def is_blocked(self, r: int, kv_loaded: bool) -> bool:
+        """Can a request that comes to rank `r` not start before another ends? One with its KV needs no more of it."""
+        reason = self.blocked.get(r)
+        return reason is not None and not (kv_loaded and reason == "kv_full")
+
+    # -- planning a step ------------------------------------------------------------------------------------------
+    def plan(self, now_ns: int, visible_before_ns: int) -> dict[int, RankPlan]:
+        """Plans of the ranks on which something other than decoding happens; what they admit has then begun."""
+        plans: dict[int, RankPlan] = {}
+        batch, blocked, model = self.batch, self.blocked, self.model
+        blocked.clear()
+        if not self._busy:
+            return plans
+        for r in sorted(self._busy):
+            rank = self.queues[r]
+            if not rank.has_work(visible_before_ns):
+                continue
+            plan = plan_rank(
+                rank,
+                self.pool,
+                now_ns=now_ns,
+                visible_before_ns=visible_before_ns,
+                room_tokens=batch.room(r, batch.step + 1) if rank.waiting else 0.0,
+                draft_tokens=model.acceptance.draft_tokens,
+                replay_tokens=model.replay_tokens,
+            )
+            if plan.blocked_by:
+                blocked[r] = plan.blocked_by
+            if plan.chunks or plan.loads:
+                plans[r] = plan
+                self._admit(r, plan)
+        return plans
+
+    def _admit(self, r: int, plan: RankPlan) -> None:
+        batch, rank = self.batch, self.queues[r]
+        started, _, loads, _ = plan
+        if admitted := len(started) + len(loads):
+            batch.enter(r, admitted)
+            if admitted > self.most_admitted:
+                self.most_admitted = admitted
+        if started:
+            batch.hold(r, sum([seq.prompt_tokens for seq in started]))
+        for seq in loads:
+            batch.held[r] -= seq.prompt_tokens
+            batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)
+        if rank.cache.tokens:
+            rank.cache.evict_to(int(batch.room(r, batch.step)))
+        if rank.only_decodes:
+            self._busy.discard(r)
+
+    def steps_ahead(self) -> int:
+        """Steps in which nothing changes but the context, if nothing comes and none of them is planned."""
+        model, batch = self.model, self.batch
+        if not model.coalesce or any(not self.is_blocked(r, bool(self.queues[r].loaded)) for r in self._busy):
+            return 1
+        ahead = min(batch.steps_to_next_end(), MOST_COALESCED_STEPS)
+        if every := model.rearrange_every_steps:
+            ahead = min(ahead, every - batch.step % every)
+        return max(1, batch.steps_with_room(ahead))
+
+    def idle_cause(self) -> str:
+        """Why ranks run dummy batches."""
+        if self.blocked:
+            reasons = {why for r, why in self.blocked.items() if not self.batch.occupants[r]}
+            for cause in ("admission_cap", "kv_full"):
+                if cause in reasons:
+                    return cause
+        return "dp_imbalance"
+
+    def preempt_for_growth(self) -> None:
+        """No KV for the next tokens: the rank's last request gives its KV back and starts anew, first in line."""
+        batch = self.batch
+        for r in batch.ranks_short_of_room():
+            rank = self.queues[r]
+            while rank.decoding and batch.room(r, batch.step + 1) < 0:
+                seq = next(reversed(rank.decoding))
+                seq.generated_tokens += round(seq.growth * (batch.step - seq.start_step))
+                seq.prompt_tokens = seq.request.input_tokens + seq.generated_tokens
+                batch.stop(seq)
+                seq.computed_tokens, seq.kv_loaded = 0, False
+                seq.preemptions += 1
+                self.preemptions += 1
+                rank.waiting.appendleft(seq)
+                self._busy.add(r)
+
+    # -- what a step did ------------------------------------------------------------------------------------------
+    def commit(self, plans: dict[int, RankPlan], steps: int) -> None:
+        """`steps` have passed, of which the first ran `plans`."""
+        batch = self.batch
+        batch.step += steps
+        for plan in plans.values():
+            for seq, new in plan.chunks:
+                seq.computed_tokens += new
+                if seq.computed_tokens >= seq.prompt_tokens:
+                    self._prefilled(seq)
+            for seq in plan.loads:
+                self.outputs.append((seq, False))
+        for seq in batch.pop_ended():
+            self._end(seq, round(batch.stop(seq)))
+
+    def _prefilled(self, seq: Sequence) -> None:
+        r, batch = seq.rank, self.batch
+        rank = self.queues[r]
+        rank.partial.remove(seq)
+        if rank.only_decodes:
+            self._busy.discard(r)
+        if self.pool.role == "prefill":
+            batch.leave(r)
+            self.outputs.append((seq, True))
+            return
+        batch.held[r] -= seq.prompt_tokens
+        self.outputs.append((seq, False))
+        left = seq.request.output_tokens - seq.generated_tokens - 1
+        if left > 0:
+            batch.start(seq, left, seq.prompt_tokens + 1)
+        else:
+            batch.leave(r)
+            self._end(seq, seq.prompt_tokens)
+
+    def _end(self, seq: Sequence, tokens: int) -> None:
+        self._leave(seq)
+        if self.pool.role == "aggregated":
+            self._store(seq, tokens)
+        self.outputs.append((seq, True))
+
+    def _leave(self, seq: Sequence) -> None:
+        self.load[seq.rank] -= 1
+        self.load_tokens[seq.rank] -= seq.load_tokens
+
+    def _store(self, seq: Sequence, tokens: int) -> None:
+        if self.pool.enable_prefix_caching:
+            cache = self.queues[seq.rank].cache
+            cache.store(seq.request, tokens)
+            cache.evict_to(int(self.batch.room(seq.rank, self.batch.step)))

@@ -1,0 +1,97 @@
+"""The whole way on the real engine: profile, calibrate, plan, deploy, measure, compare, roll back, stop."""
+
+import json
+import socket
+
+import pytest
+
+from rackplan.cli.main import app, execute
+from rackplan.engine.deploy_state import StateFolder
+from rackplan.engine.local_status import status_document
+from rackplan.engine.servers import answers, processes_of
+
+WITHIN_PCT = 15.0
+"""Throughput predicted from a profile of minutes against the deployment that was planned with it."""
+SIZES = ("--max-model-len", "1024", "--max-num-seqs", "32", "--max-num-batched-tokens", "512")
+LOADS = ("--input-tokens", "128", "--output-tokens", "32")
+SLOS = ("--p90-interactivity", "20", "--p90-ttft", "2s")
+
+
+def rackplan(*args: object) -> int:
+    return execute(app, "rackplan", [str(a) for a in args])
+
+
+@pytest.fixture(scope="module")
+def port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return min(s.getsockname()[1], 60_000)
+
+
+@pytest.fixture(scope="module")
+def profiled(tiny_moe, port, tmp_path_factory):
+    """A profile's folder, with its calibration."""
+    folder = tmp_path_factory.mktemp("profile") / "tiny"
+    where = ("--out", folder, "--gpu", "cpu", "--port", port, "--gpu-memory-utilization", 0.6)
+    assert rackplan("profile", tiny_moe, *where, "--budget", "5m", *SIZES, *LOADS) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def planned(tiny_moe, profiled):
+    """A plan's folder."""
+    out = profiled.parent / "plan"
+    asked = ("--target-tps", 100, "--count", "output", "--per", "deployment", "--workload", "fixed:128/32", *SLOS)
+    calibration = ("--calibration", profiled / "calibration.json", "--trials", 10, "--out", out)
+    assert rackplan("plan", "--model", tiny_moe, "--gpu", "cpu", "--gpus", 1, *asked, *calibration) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def state(profiled):
+    state = StateFolder(profiled.parent / "state")
+    yield state
+    rackplan("stop", "--state", state.folder)
+
+
+def test_a_profile_identifies_itself_and_did_all_its_loads(profiled):
+    profile = json.loads((profiled / "profile.json").read_text())
+    assert (profile["time_kind"], profile["gpu"], profile["versions"]["vllm"][:4]) == ("wall", "cpu", "0.32")
+    assert {r["name"]: r["status"] for r in profile["runs"]} == {
+        "dep1_pilot": "done",
+        "dep1_load0": "done",
+        "dep1_load1": "done",
+    }
+    assert len((profiled / "forward_dep1.csv").read_text().splitlines()) > 20
+
+
+def test_a_cut_profile_goes_on_and_what_is_done_is_not_done_again(tiny_moe, profiled, port):
+    before = (profiled / "forward_dep1.csv").read_text()
+    where = ("--out", profiled, "--gpu", "cpu", "--port", port, "--gpu-memory-utilization", 0.6)
+    assert rackplan("profile", tiny_moe, *where, "--budget", "10s", *SIZES, *LOADS) == 0
+    assert (profiled / "forward_dep1.csv").read_text().startswith(before)
+
+
+def test_the_plan_serves_as_predicted_and_a_change_can_be_rolled_back(planned, state, port, capsys):
+    calibration = planned.parent / "tiny" / "calibration.json"
+    common = ("--state", state.folder, "--port", port, "--calibration", calibration)
+    assert rackplan("deploy", planned / "plan.json", *common, "--requests", 200, "--tolerance", 100) == 0
+    first = state.read().current
+    found = {m["name"]: m for m in first.result["metrics"]}
+    with capsys.disabled():
+        for m in found.values():
+            print(f"\n{m['name']}: {m['measured']:.4g} {m['unit']}, predicted {m['predicted']:.4g}", end="")
+    assert abs(found["output throughput"]["error_pct"]) <= WITHIN_PCT
+
+    other = planned / "other.json"
+    changed = first.launch.deployment.to_dict()
+    changed["pools"][0]["max_num_seqs"] //= 2
+    other.write_text(json.dumps(changed))
+    assert rackplan("deploy", other, *common, "--no-canary") == 0
+    assert processes_of(first.id) == []
+    assert rackplan("rollback", "--state", state.folder) == 0
+    assert state.read().current.launch == first.launch
+    assert status_document(state)["current"]["servers"][0]["healthy"]
+    assert rackplan("stop", "--state", state.folder) == 0
+    assert not answers(f"http://127.0.0.1:{port}")
+    assert state.read().current is None
