@@ -29,7 +29,7 @@ from rackplan.calibration.figures import cpu_side
 from rackplan.calibration.file import CalibrationFile, MeasuredRange
 from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, solve, summarise
 from rackplan.calibration.gpu_fit import GpuFit
-from rackplan.calibration.h200_rows import DATA, FORWARD_FILES, PROFILES, profile_rows, served_rows
+from rackplan.calibration.h200_rows import DATA, FORWARD_FILES, PROFILES, SERVED_PROMPT, profile_rows, served_rows
 from rackplan.calibration.physics import Coefficients
 from rackplan.calibration.profile_gpu import wave_tokens
 from rackplan.calibration.readers.bench_serve import read_bench_serve
@@ -40,11 +40,11 @@ from rackplan.calibration.served import (
     PromptSteps,
     decode_intervals_ms,
     frontend_ms,
+    launch_at_no_tokens_ms,
     launch_quantiles,
     launches_of,
-    one_prompt_ms,
-    prompt_launch_ms,
     prompt_steps,
+    token_launch_ms,
 )
 from rackplan.engine import Deployment, gpu_spec, model_spec, parse_deployment
 
@@ -101,7 +101,7 @@ NOTES = (
     "link's. The set-up holds the decode server's front end and the post; it grows by 4 ms with each ms of a step.",
     "decode_48_60000 on DEP2 is left out: 11 ms more than its bytes take, in one row (calibration/h200_rows.py).",
     "Launches of eager steps took 55 to 132 ms, as other processes shared the CPU: they are drawn from the quantiles "
-    "of three runs about a mean that grows with the prompts in the step. Slow seconds are not modelled.",
+    "of three runs, and a step waits for the latest rank that prefills. Slow seconds are not modelled.",
     "Launches within captured sizes come from prompts of 16 new tokens beside decodes; of longer no fit run tells.",
     "With async scheduling off, prefills after 16,384 cached tokens or more took up to 15 % longer than their GPU time "
     "and host work; unexplained, not in the fit.",
@@ -168,17 +168,20 @@ def eager_launches(steps: list[PromptSteps]) -> list[Launches]:
 
 
 def launch_floors_ms(steps: list[PromptSteps], alone_ms: float) -> dict[str, float]:
-    """Coefficients of launches, means; `alone_ms`: of a prompt beside which nothing decodes."""
+    """Coefficients of launches, means; `alone_ms`: of a prompt of SERVED_PROMPT tokens beside which nothing decodes.
+
+    What tokens add is of the runs on one GPU: of DEP2's every step has as many."""
     *one_gpu, ep = eager_launches(steps)
-    prompt_ms = prompt_launch_ms([*one_gpu, ep])
-    beside_ms = one_prompt_ms(one_gpu, prompt_ms)
+    token_ms = token_launch_ms(one_gpu)
+    lone_ms = alone_ms - token_ms * SERVED_PROMPT
+    beside_ms = launch_at_no_tokens_ms(one_gpu, token_ms)
     within = launches_of(steps, CAPTURED_TOKENS, eager=False)
     return {
-        "piecewise_floor_ms": one_prompt_ms(within, 0.0),
-        "eager_floor_ms": alone_ms,
-        "eager_decode_launch_ms": beside_ms - alone_ms,
-        "eager_ep_launch_ms": one_prompt_ms([ep], prompt_ms) - beside_ms,
-        "eager_prompt_launch_ms": prompt_ms,
+        "piecewise_floor_ms": launch_at_no_tokens_ms(within, 0.0),
+        "eager_floor_ms": lone_ms,
+        "eager_decode_launch_ms": beside_ms - lone_ms,
+        "eager_ep_launch_ms": launch_at_no_tokens_ms([ep], token_ms) - beside_ms,
+        "eager_token_launch_ms": token_ms,
     }
 
 
@@ -215,7 +218,7 @@ def fit() -> Fit:
             **host,
             **launch_floors_ms(steps, lone_prompt_ms() - front_ms),
         },
-        launch_quantiles=launch_quantiles(eager_launches(steps), prompt_launch_ms(eager_launches(steps))),
+        launch_quantiles=launch_quantiles(eager_launches(steps), token_launch_ms(eager_launches(steps)[:-1])),
         profile_fixed_ms=gpu.values["profile_fixed_ms"],
         frontend_ms=front_ms,
         rows=rows,

@@ -39,8 +39,8 @@ _RUNS = (
     ),
     MissingRun(
         "an aggregated load of one rank, prompts past the captured sizes, 60 of them or more beside decodes",
-        "launches of eager steps, what each further prompt adds, and their spread, decide TTFT where the host is slow",
-        ("eager_floor_ms", "eager_prompt_launch_ms", "launch_quantiles"),
+        "launches of eager steps, what tokens add, and their spread, decide TTFT where the host is slow",
+        ("eager_floor_ms", "eager_token_launch_ms", "launch_quantiles"),
     ),
     MissingRun(
         "an aggregated load of one rank whose prompts fit the captured sizes (capture size 4096, prompts of 2048)",

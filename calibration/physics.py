@@ -78,8 +78,8 @@ class Coefficients(BaseModel):
     # and so do dispatch and combine where an instance has several GPUs
     eager_decode_launch_ms: float = Field(0.0, ge=0)
     eager_ep_launch_ms: float = Field(0.0, ge=0)
-    # each prompt of a step beyond the first
-    eager_prompt_launch_ms: float = Field(0.0, ge=0)
+    # each token of the fullest rank: where kernels take longer than their launch they hold up the ones behind
+    eager_token_launch_ms: float = Field(0.0, ge=0)
     # quantiles of launch / mean launch of steps with prompts; empty: always the mean
     launch_quantiles: tuple[Annotated[float, Field(gt=0)], ...] = ()
     admission_fixed_ms: float = Field(0.0, ge=0)
@@ -297,13 +297,13 @@ class PhysicalCost:
         return top * ((read_ms / top) ** p + (flop_ms / top) ** p) ** (1 / p)
 
     # -- host -----------------------------------------------------------------------------------------------------
-    def launch_floor_ms(self, widest_tokens: int, prefill_chunks: int) -> float:
+    def launch_floor_ms(self, widest_tokens: int, prefill_ranks: int) -> float:
         c = self.c
         if widest_tokens > self.pool.max_cudagraph_capture_size:
             decodes_ms = c.eager_decode_launch_ms if self.pool.role != "prefill" else 0.0
-            prompts_ms = c.eager_prompt_launch_ms * max(0, prefill_chunks - 1)
-            return c.eager_floor_ms + decodes_ms + (c.eager_ep_launch_ms if self.width > 1 else 0.0) + prompts_ms
-        return c.piecewise_floor_ms if prefill_chunks else 0.0
+            experts_ms = c.eager_ep_launch_ms if self.width > 1 else 0.0
+            return c.eager_floor_ms + decodes_ms + experts_ms + c.eager_token_launch_ms * widest_tokens
+        return c.piecewise_floor_ms if prefill_ranks else 0.0
 
     def host_ms(self, widest_requests: int) -> float:
         return self._host_fixed_ms + self.c.host_request_ms * widest_requests

@@ -20,10 +20,10 @@ from rackplan.calibration.records import StepLog
 from rackplan.calibration.served import (
     Launches,
     decode_intervals_ms,
+    launch_at_no_tokens_ms,
     launch_quantiles,
-    one_prompt_ms,
-    prompt_launch_ms,
     prompt_steps,
+    token_launch_ms,
 )
 from rackplan.engine import Pool
 
@@ -132,20 +132,19 @@ def several_ranks_ms(steps: Sequence[ServedStep], loop: Loop) -> float | None:
 
 def launch_terms(runs: Iterable[ProfileRun], cost: PhysicalCost) -> dict[str, Any]:
     """Coefficients of launches that enough steps of aggregated runs on one GPU with async scheduling tell: means within
-    the captured sizes and past them, what a prompt adds, and the spread. Of means only launches count that took longer
+    the captured sizes and past them, what tokens add, and the spread. Of means only launches count that took longer
     than the GPU work of their step."""
     found = [_launches(run, cost) for run in runs if _tells_launches(run)]
     within = [w for w, _ in found if len(w.ms) >= LEAST_LAUNCHES]
     past = [e for _, e in found if len(e.ms) >= LEAST_LAUNCHES]
     terms: dict[str, Any] = {}
     if within:
-        terms["piecewise_floor_ms"] = one_prompt_ms(within, 0.0)
+        terms["piecewise_floor_ms"] = launch_at_no_tokens_ms(within, 0.0)
     if past:
-        several = any(len(set(e.prompts.tolist())) > 1 for e in past)
-        prompt_ms = prompt_launch_ms(past) if several else 0.0
-        terms |= {"eager_floor_ms": one_prompt_ms(past, prompt_ms), "eager_prompt_launch_ms": prompt_ms}
+        token_ms = token_launch_ms(past)
+        terms |= {"eager_floor_ms": launch_at_no_tokens_ms(past, token_ms), "eager_token_launch_ms": token_ms}
         if sum(len(e.ms) for e in past) >= LAUNCHES_FOR_SPREAD:
-            terms["launch_quantiles"] = launch_quantiles(past, prompt_ms)
+            terms["launch_quantiles"] = launch_quantiles(past, token_ms)
     return terms
 
 
@@ -162,4 +161,4 @@ def _launches(run: ProfileRun, cost: PhysicalCost) -> tuple[Launches, Launches]:
     ]
     bound = steps.launch_ms > HOST_BOUND * np.array(work)
     past = steps.new_tokens > run.deployment.pools[0].max_cudagraph_capture_size
-    return tuple(Launches(ms=steps.launch_ms[k], prompts=steps.prompts[k]) for k in (bound & ~past, bound & past))  # type: ignore[return-value]
+    return tuple(Launches(ms=steps.launch_ms[k], tokens=steps.tokens[k]) for k in (bound & ~past, bound & past))  # type: ignore[return-value]

@@ -29,7 +29,7 @@ LAUNCHES = (
     "eager_floor_ms",
     "eager_decode_launch_ms",
     "eager_ep_launch_ms",
-    "eager_prompt_launch_ms",
+    "eager_token_launch_ms",
 )
 SYNC = ("ring_hop_ms", "doubling_round_ms", "nccl_sync_ms")
 BY_PHYSICS = ("dense_read_efficiency", "prefill_wave_tokens")

@@ -48,13 +48,13 @@ class PromptSteps:
 
     Under async scheduling the host begins a step, launches it, waits for the step before and hands on its tokens; so
     the tokens of two steps leave a launch apart, and a prompt's first token leaves after the next step's launch.
-    `new_tokens`: most prompt tokens of one request in the step; `prompts`: how many end in it; `launch_ms`: between the
-    deliveries around its launch; `seen_ms`: from arrival to the middle of the interval in which the host had to see the
+    `new_tokens`: most prompt tokens of one request in the step; `tokens`: of all that end in it; `launch_ms`: between
+    the deliveries around its launch; `seen_ms`: from arrival to the middle of the interval in which the host had to see the
     request, by request.
     """
 
     new_tokens: np.ndarray
-    prompts: np.ndarray
+    tokens: np.ndarray
     launch_ms: np.ndarray
     seen_ms: np.ndarray
 
@@ -73,44 +73,50 @@ def prompt_steps(run: ServedRun) -> PromptSteps:
         if at < 3 or not ((first < step_s[at - 3]) & (last > own)).any():
             continue  # nobody was decoding: no delivery tells when the host began
         most, others, _ = steps.get(at, (0, 0, 0.0))
-        steps[at] = max(most, int(prompt)), others + 1, (step_s[at - 1] - step_s[at - 2]) * 1e3
+        steps[at] = max(most, int(prompt)), others + int(prompt), (step_s[at - 1] - step_s[at - 2]) * 1e3
         seen_ms.append(((step_s[at - 3] + step_s[at - 2]) / 2 - start) * 1e3)
-    new_tokens, prompts, launch_ms = np.array(list(steps.values())).reshape(-1, 3).T
-    return PromptSteps(new_tokens=new_tokens, prompts=prompts, launch_ms=launch_ms, seen_ms=np.array(seen_ms))
+    new_tokens, tokens, launch_ms = np.array(list(steps.values())).reshape(-1, 3).T
+    return PromptSteps(new_tokens=new_tokens, tokens=tokens, launch_ms=launch_ms, seen_ms=np.array(seen_ms))
 
 
 def launches_of(steps: list[PromptSteps], captured_tokens: int, eager: bool) -> list["Launches"]:
     """Launches of each run's steps with prompt tokens: past the captured graph sizes (`eager`), or within them."""
     past = [s.new_tokens > captured_tokens for s in steps]
     kept = [p if eager else ~p for p in past]
-    return [Launches(ms=s.launch_ms[k], prompts=s.prompts[k]) for s, k in zip(steps, kept, strict=True)]
+    return [Launches(ms=s.launch_ms[k], tokens=s.tokens[k]) for s, k in zip(steps, kept, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launches:
-    """Launches of one run's steps and the prompts in each, (steps,)."""
+    """Launches of one run's steps and the new tokens in each, (steps,)."""
 
     ms: np.ndarray
-    prompts: np.ndarray
+    tokens: np.ndarray
+
+    def without_tokens(self, token_ms: float) -> np.ndarray:
+        """What is left of each launch at no tokens, ms."""
+        return self.ms - token_ms * self.tokens
 
 
-def prompt_launch_ms(runs: list[Launches]) -> float:
-    """What each prompt beyond the first adds to a launch: one slope over runs of means of their own."""
+def token_launch_ms(runs: list[Launches]) -> float:
+    """What each token adds to a launch: one slope over runs of means of their own, 0 where all have alike."""
     ms = np.concatenate([r.ms - r.ms.mean() for r in runs])
-    prompts = np.concatenate([r.prompts - r.prompts.mean() for r in runs])
-    return max(0.0, float((ms * prompts).sum() / (prompts**2).sum()))
+    tokens = np.concatenate([r.tokens - r.tokens.mean() for r in runs])
+    spread = float((tokens**2).sum())
+    return max(0.0, float((ms * tokens).sum()) / spread) if spread else 0.0
 
 
-def one_prompt_ms(runs: list[Launches], prompt_ms: float) -> float:
-    """Mean launch of a step with one prompt. The mean, as it keeps the time that is lost in all."""
-    return float(np.concatenate([r.ms - prompt_ms * (r.prompts - 1) for r in runs]).mean())
+def launch_at_no_tokens_ms(runs: list[Launches], token_ms: float) -> float:
+    """Mean launch less what its tokens add. The mean, as it keeps the time that is lost in all."""
+    return float(np.concatenate([r.without_tokens(token_ms) for r in runs]).mean())
 
 
-def launch_quantiles(runs: list[Launches], prompt_ms: float) -> tuple[float, ...]:
+def launch_quantiles(runs: list[Launches], token_ms: float) -> tuple[float, ...]:
     """Quantiles of launch / mean launch of the run at QUANTILES equal steps, of mean 1 as they are drawn: linear
     between them."""
-    own = [r.ms - prompt_ms * (r.prompts - 1) for r in runs]
-    found = np.quantile(np.concatenate([ms / ms.mean() for ms in own]), np.linspace(0, 1, QUANTILES))
+    expected = [r.ms.mean() + token_ms * (r.tokens - r.tokens.mean()) for r in runs]
+    ratios = np.concatenate([r.ms / e for r, e in zip(runs, expected, strict=True)])
+    found = np.quantile(ratios, np.linspace(0, 1, QUANTILES))
     found /= ((found[1:] + found[:-1]) / 2).mean()
     return tuple(float(q) for q in found)
 
@@ -120,7 +126,8 @@ def stalls(run: ServedRun) -> Launches:
     ahead. For workers in processes of their own, whose tokens do not wait for the next launch too.
 
     The step before must be a decode step, whose GPU time is known by its own length. Waits of several requests that
-    end together are one step's, and so are the first tokens that come with them."""
+    end together are one step's, and so are the first tokens that come with them; a step of two prompts or more is left
+    out, as they may be of different ranks and it takes what the later of these takes."""
     waits = []
     for times in run.token_s:
         gap_ms = np.diff(times) * 1e3
@@ -129,11 +136,13 @@ def stalls(run: ServedRun) -> Launches:
     end_s, launch_ms = np.array(sorted(waits)).T
     step = np.concatenate([[0], np.cumsum(np.diff(end_s) > SAME_STALL_S)])
     first_s = np.array([t[0] for t in run.token_s])
-    ms, prompts = [], []
+    ms, tokens = [], []
     for i in range(int(step[-1]) + 1):
-        ms.append(np.median(launch_ms[step == i]))
-        prompts.append(max(1, (np.abs(first_s - end_s[step == i].mean()) < SAME_STALL_S).sum()))
-    return Launches(ms=np.array(ms), prompts=np.array(prompts))
+        with_it = np.abs(first_s - end_s[step == i].mean()) < SAME_STALL_S
+        if with_it.sum() == 1:
+            ms.append(np.median(launch_ms[step == i]))
+            tokens.append(float(run.input_tokens[with_it][0]))
+    return Launches(ms=np.array(ms), tokens=np.array(tokens))
 
 
 def frontend_ms(steps: list[PromptSteps]) -> float:

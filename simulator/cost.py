@@ -62,9 +62,9 @@ class PoolCost(Protocol):
         """
         ...
 
-    def launch_floor_ms(self, widest_tokens: int, prefill_chunks: int) -> float:
-        """Least wall time of a step on average, by CUDA-graph mode and the prompts in it: the host cannot launch its
-        kernels faster."""
+    def launch_floor_ms(self, widest_tokens: int, prefill_ranks: int) -> float:
+        """Least wall time of a step by CUDA-graph mode: the host cannot launch its kernels faster. `prefill_ranks`:
+        ranks that prefill in it; the mean of one rank's launch, whatever their number."""
         ...
 
     def host_ms(self, widest_requests: int) -> float:

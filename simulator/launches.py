@@ -6,7 +6,8 @@ from rackplan.simulator.cost import PoolCost
 
 
 class DrawnLaunches:
-    """A `PoolCost` whose launch floor of a step with prompts is drawn about its mean, once for each such step.
+    """A `PoolCost` whose launch floor of a step with prompts is drawn: that of the latest of the ranks that prefill,
+    each drawn about the mean.
 
     Steps with prompts are never passed in runs, so that runs and single steps draw alike.
     """
@@ -19,8 +20,9 @@ class DrawnLaunches:
         self._shares = np.linspace(0.0, 1.0, len(cost.launch_quantiles))
         self._rng = rng
 
-    def launch_floor_ms(self, widest_tokens: int, prefill_chunks: int) -> float:
-        mean_ms = self._mean_ms(widest_tokens, prefill_chunks)
-        if not (prefill_chunks and mean_ms):
+    def launch_floor_ms(self, widest_tokens: int, prefill_ranks: int) -> float:
+        mean_ms = self._mean_ms(widest_tokens, prefill_ranks)
+        if not (prefill_ranks and mean_ms):
             return mean_ms
-        return mean_ms * float(np.interp(self._rng.random(), self._shares, self.launch_quantiles))
+        latest = self._rng.random() ** (1.0 / prefill_ranks)  # the largest of so many draws from 0 to 1
+        return mean_ms * float(np.interp(latest, self._shares, self.launch_quantiles))

@@ -26,8 +26,8 @@ class LinearCost:
         moe = 0.5
         return SharedTime(self.fixed_ms + self.token_ms * widest_tokens, moe, moe / balancedness - moe, 0.0, 0.0)
 
-    def launch_floor_ms(self, widest_tokens, prefill_chunks):
-        return self.floor if prefill_chunks else 0.0
+    def launch_floor_ms(self, widest_tokens, prefill_ranks):
+        return self.floor if prefill_ranks else 0.0
 
     def host_ms(self, widest_requests):
         return self.host

@@ -9,7 +9,7 @@ from models import FakeCalibration, GivenRequests, LinearCost, aggregated, reque
 from rackplan.calibration import h200
 from rackplan.calibration.library import calibration_file, load_calibration
 from rackplan.calibration.physics import Coefficients, PhysicalCost
-from rackplan.calibration.served import Launches, launch_quantiles, one_prompt_ms, prompt_launch_ms
+from rackplan.calibration.served import Launches, launch_at_no_tokens_ms, launch_quantiles, token_launch_ms
 from rackplan.engine import parse_deployment
 from rackplan.simulator.launches import DrawnLaunches
 from rackplan.simulator.request import Load
@@ -70,41 +70,49 @@ def test_only_launches_of_prompts_are_drawn_and_their_mean_stays():
     assert many.max() <= 1.3 * 60
 
 
-@given(st.floats(0, 12), st.integers(0, 100))
-def test_what_a_prompt_adds_and_how_launches_spread_are_found_again(slope, seed):
+def test_a_step_waits_for_the_latest_of_the_ranks_that_prefill():
+    rng = np.random.default_rng(0)
+    drawn = DrawnLaunches(SpreadCost(floor=60.0), rng)
+    means = [np.mean([drawn.launch_floor_ms(2048, ranks) for _ in range(20_000)]) for ranks in (1, 2, 4, 32)]
+    assert (np.diff(means) > 0).all()
+    pairs = np.interp(rng.random((2, 20_000)), np.linspace(0, 1, len(SPREAD)), SPREAD)
+    assert means[1] == pytest.approx(60 * pairs.max(axis=0).mean(), rel=0.005)
+    assert means[-1] < 1.3 * 60
+
+
+@given(st.floats(0, 0.01), st.integers(0, 100))
+def test_what_tokens_add_and_how_launches_spread_are_found_again(slope, seed):
     rng = np.random.default_rng(seed)
     runs = []
     for mean in (70.0, 100.0):
-        prompts = rng.integers(1, 5, 400)
-        spread = rng.uniform(0.8, 1.2, 400)
-        runs.append(Launches(ms=mean * spread + slope * (prompts - 1), prompts=prompts))
-    found = prompt_launch_ms(runs)
-    assert found == pytest.approx(slope, abs=2.0)
-    assert one_prompt_ms(runs, slope) == pytest.approx(85.0, rel=0.02)
+        tokens = 2048.0 * rng.integers(1, 5, 400)
+        runs.append(Launches(ms=mean * rng.uniform(0.8, 1.2, 400) + slope * tokens, tokens=tokens))
+    assert token_launch_ms(runs) == pytest.approx(slope, abs=0.001)
+    assert launch_at_no_tokens_ms(runs, slope) == pytest.approx(85.0, rel=0.02)
     quantiles = np.array(launch_quantiles(runs, slope))
     assert ((quantiles[1:] + quantiles[:-1]) / 2).mean() == pytest.approx(1.0)
     assert (np.diff(quantiles) >= 0).all()
-    assert quantiles[0] == pytest.approx(0.8, abs=0.03)
-    assert quantiles[-1] == pytest.approx(1.2, abs=0.03)
+    assert 0.75 < quantiles[0] < 1 < quantiles[-1] < 1.25
+
+
+def test_prompts_of_one_length_tell_nothing_of_tokens():
+    assert token_launch_ms([Launches(ms=np.array([70.0, 90.0]), tokens=np.array([2048.0, 2048.0]))]) == 0.0
 
 
 def test_the_embedded_spread_is_that_of_its_fit_runs():
-    file = calibration_file("h200-v2-lite")
-    steps = [h200.prompt_steps(r) for r in h200.served_runs()]
-    runs = h200.eager_launches(steps)
-    assert file.coefficients.eager_prompt_launch_ms == pytest.approx(prompt_launch_ms(runs), rel=1e-3)
-    assert file.coefficients.launch_quantiles == pytest.approx(
-        launch_quantiles(runs, file.coefficients.eager_prompt_launch_ms), rel=1e-3
-    )
+    c = calibration_file("h200-v2-lite").coefficients
+    runs = h200.eager_launches([h200.prompt_steps(r) for r in h200.served_runs()])
+    assert c.eager_token_launch_ms == pytest.approx(token_launch_ms(runs[:-1]), rel=1e-3)
+    assert c.launch_quantiles == pytest.approx(launch_quantiles(runs, c.eager_token_launch_ms), rel=1e-3)
     assert all(not calibration_file(n).coefficients.launch_quantiles for n in ("gb300-v4.1-flash", "gb200-v3"))
 
 
-def test_each_further_prompt_adds_to_an_eager_launch_alone():
+def test_tokens_add_to_an_eager_launch_alone():
     deployment = aggregated()
     cost = load_calibration("h200-v2-lite").pool_cost(deployment, deployment.pools[0])
-    one, three = cost.launch_floor_ms(4096, 1), cost.launch_floor_ms(4096, 3)
-    assert three - one == pytest.approx(2 * cost.c.eager_prompt_launch_ms)
-    assert cost.launch_floor_ms(256, 3) == cost.launch_floor_ms(256, 1)
+    small, large = cost.launch_floor_ms(1024, 1), cost.launch_floor_ms(8192, 1)
+    assert large - small == pytest.approx(7168 * cost.c.eager_token_launch_ms)
+    assert cost.launch_floor_ms(256, 1) == cost.launch_floor_ms(64, 1)
 
 
 # -- prefill attention -------------------------------------------------------------------------------------------------
