@@ -156,9 +156,9 @@ def operators(gpu: str) -> dict[str, Any]:
         {
             "dtype": dtype,
             "rows": sum(r.dtype == dtype for r in table.rows),
-            "flop_share": by.get("flop"),
-            "read_share": by.get("read"),
+            "flop_share": shares.get(dtype, {}).get("flop"),
+            "read_share": shares.get(dtype, {}).get("read"),
         }
-        for dtype, by in sorted(shares.items())
+        for dtype in sorted({r.dtype for r in table.rows})
     ]
     return {"gpu": gpu, "dtypes": dtypes, "dropped": list(table.dropped)}
