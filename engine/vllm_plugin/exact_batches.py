@@ -14,10 +14,11 @@ import argparse
 import asyncio
 import csv
 import gc
+import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,16 +117,20 @@ class ExactBatches:
         return slowest.tolist()
 
     def _plan(self, requests: list[tuple[int, int]], run: int) -> tuple[Any, Any]:
-        """What the scheduler would have handed on: the batch, and the step after it that frees its requests."""
+        """What the scheduler would have handed on: a batch of random tokens, and the step that frees its requests."""
+        import numpy as np
+        from vllm.distributed.parallel_state import get_dp_group
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
         block_sizes, _ = self.kv_capacity()
-        blocks = _blocks(block_sizes)
+        vocabulary = self.model_runner.model_config.get_vocab_size()  # type: ignore[attr-defined]
+        random = np.random.default_rng((run, get_dp_group().rank_in_group))
+        free = itertools.count(1)  # block 0 is vLLM's own
         batch, finish = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
         for i, (new, kv) in enumerate(requests):
             name = f"exact-{run}-{i}"
-            tokens = [(7 * run + 31 * i + j) % 1000 + 3 for j in range(kv)]
+            tokens = random.integers(vocabulary, size=kv).tolist()
             batch.scheduled_new_reqs.append(
                 NewRequestData(
                     req_id=name,
@@ -134,7 +139,7 @@ class ExactBatches:
                     mm_features=[],
                     sampling_params=SamplingParams(max_tokens=16, temperature=0.0),
                     pooling_params=None,
-                    block_ids=tuple(blocks(kv)),
+                    block_ids=tuple([next(free) for _ in range(-(-kv // size))] for size in block_sizes),
                     num_computed_tokens=kv - new,
                     lora_request=None,
                 )
@@ -144,17 +149,6 @@ class ExactBatches:
         batch.num_common_prefix_blocks = [0] * len(block_sizes)
         finish.finished_req_ids = set(batch.num_scheduled_tokens)
         return batch, finish
-
-
-def _blocks(block_sizes: Sequence[int]) -> Any:
-    """Hands out KV blocks, each once; block 0 is vLLM's own."""
-    free = iter(range(1, 1 << 31))
-
-    def take(tokens: int) -> Iterator[list[int]]:
-        for size in block_sizes:
-            yield [next(free) for _ in range(-(-tokens // size))]
-
-    return take
 
 
 def start_engine(model: Path, cases: Sequence[ExactCase], ranks: int) -> Any:
