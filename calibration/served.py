@@ -49,8 +49,8 @@ class PromptSteps:
     Under async scheduling the host begins a step, launches it, waits for the step before and hands on its tokens; so
     the tokens of two steps leave a launch apart, and a prompt's first token leaves after the next step's launch.
     `new_tokens`: most prompt tokens of one request in the step; `tokens`: of all that end in it; `launch_ms`: between
-    the deliveries around its launch; `seen_ms`: from arrival to the middle of the interval in which the host had to see the
-    request, by request.
+    the deliveries around its launch; `seen_ms`: from arrival to the middle of the interval in which the host had to see
+    the request, by request.
     """
 
     new_tokens: np.ndarray

@@ -265,8 +265,8 @@ def test_the_command_names_what_is_missing_or_shows_the_shares(capsys, monkeypat
 
     assert execute(app, "rackplan", ["calibration", "operators", "h100"]) == 2
     assert "gpu=h100: has no table" in capsys.readouterr().err
-    rows = [r for gap, dtype in ((0.004, "nvfp4"), (0.108, "fp8_block")) for r in gemms_of(gemm_columns(gap, dtype), "t")]
-    table = plausible(rows, GPUS["gb300"])
+    columns = [gemm_columns(0.004, "nvfp4"), gemm_columns(0.108, "fp8_block")]
+    table = plausible([row for c in columns for row in gemms_of(c, "t")], GPUS["gb300"])
     monkeypatch.setattr(aiconfigurator, "read_gemms", lambda gpu: table)
     assert execute(app, "rackplan", ["calibration", "operators", "gb300"]) == 0
     shown = capsys.readouterr().out
