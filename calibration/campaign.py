@@ -13,7 +13,7 @@ import numpy as np
 
 from rackplan.calibration.file import Transfer
 from rackplan.calibration.readers.bench_serve import read_bench_serve
-from rackplan.calibration.served import stalls_ms
+from rackplan.calibration.served import Launches, stalls
 from rackplan.engine import Deployment, model_spec, parse_deployment
 
 CAMPAIGN = Path(__file__).parent / "data" / "h200_dsv2lite" / "campaign"
@@ -89,12 +89,12 @@ def dp_sync_ms() -> dict[str, float]:
     return {"ring_hop_ms": slope("gloo"), "doubling_round_ms": slope("doubling"), "nccl_sync_ms": slope("nccl")}
 
 
-def eager_launch_ep_ms() -> float:
-    """Mean launch of an eager step with experts over two GPUs and requests that decode, ms.
+def ep_launches() -> Launches:
+    """Eager steps of LAUNCH_RUN, with experts over two GPUs and requests that decode.
 
     An instance of several GPUs has its workers in processes of their own: tokens leave when a step ends on the GPU, so
     running requests see the launch less what the host was ahead, which was the GPU time of the step before."""
-    return float(np.mean(stalls_ms(read_bench_serve(CAMPAIGN / f"bench_serve_{LAUNCH_RUN}.json.gz"))))
+    return stalls(read_bench_serve(CAMPAIGN / f"bench_serve_{LAUNCH_RUN}.json.gz"))
 
 
 def lone_prompt_ms() -> float:

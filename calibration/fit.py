@@ -30,8 +30,13 @@ class Solution:
     jacobian: np.ndarray
 
 
-def solve(unknowns: Mapping[str, Unknown], residuals: Callable[[dict[str, float]], np.ndarray]) -> Solution:
-    """The values that minimise the sum of squared residuals within the bounds. The same on every run."""
+def solve(
+    unknowns: Mapping[str, Unknown],
+    residuals: Callable[[dict[str, float]], np.ndarray],
+    most_steps: int | None = None,
+) -> Solution:
+    """The values that minimise the sum of squared residuals within the bounds. The same on every run. `most_steps`: of
+    the search, where a rough answer will do."""
     names = list(unknowns)
     scale = np.array([u.start for u in unknowns.values()])
     low = np.array([u.low for u in unknowns.values()]) / scale
@@ -44,7 +49,9 @@ def solve(unknowns: Mapping[str, Unknown], residuals: Callable[[dict[str, float]
         return residuals(named(x))
 
     start, step = np.ones(len(names)), np.full(len(names), 1e-5)
-    found = least_squares(scaled, start, bounds=(low, high), diff_step=step, xtol=1e-10, ftol=1e-10)
+    found = least_squares(
+        scaled, start, bounds=(low, high), diff_step=step, xtol=1e-10, ftol=1e-10, max_nfev=most_steps
+    )
     return Solution(named(found.x), found.fun, np.asarray(found.jac) / scale)
 
 

@@ -18,6 +18,8 @@ from rackplan.calibration.rows import Row
 from rackplan.engine import Deployment, Pool
 
 NO_HOST = {"host_step_ms": 0.0, "ring_hop_ms": 0.0, "doubling_round_ms": 0.0, "nccl_sync_ms": 0.0}
+REFIT_STEPS = 25
+"""Of a refit without some rows, which starts at the optimum of all: what more would move is told by no row."""
 PROFILE_FIXED = "profile_fixed_ms"
 """Not a coefficient: a constant that exact batches hold beyond a served step of the same batch."""
 
@@ -66,7 +68,9 @@ class GpuFit:
         """Signed errors of the GPU time of `rows`, % of what was measured, (rows,)."""
         return (self.predict_ms(values, rows) / np.array([r.measured_ms for r in rows]) - 1) * 100
 
-    def fit(self, rows: Sequence[Row], start: Mapping[str, float] | None = None) -> Solution:
+    def fit(
+        self, rows: Sequence[Row], start: Mapping[str, float] | None = None, most_steps: int | None = None
+    ) -> Solution:
         """Least squares over relative errors of `rows`, from `start` or the unknowns' own starts."""
         measured = np.array([r.measured_ms for r in rows])
         weight = np.sqrt([self.weight(r) for r in rows])
@@ -75,7 +79,7 @@ class GpuFit:
         def residuals(values: dict[str, float]) -> np.ndarray:
             return np.concatenate([weight * (self.predict_ms(values, rows) / measured - 1), self.prior(values)])
 
-        return solve(unknowns, residuals)
+        return solve(unknowns, residuals, most_steps)
 
     def holdout_pct(self, rows: Sequence[Row], values: Mapping[str, float]) -> dict[str, list[float]]:
         """Errors by metric when every row's context, then every row's batch, is left out of the fit. Served rows have
@@ -91,7 +95,7 @@ class GpuFit:
             kept = [r for i, r in enumerate(rows) if i not in set(left_out)]
             if not kept:
                 continue
-            refit = self.fit(kept, values).values
+            refit = self.fit(kept, values, REFIT_STEPS).values
             for i, error in zip(left_out, self.error_pct(refit, [rows[i] for i in left_out]), strict=True):
                 errors[rows[i].metric].append(float(error))
         return errors

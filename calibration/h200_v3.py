@@ -26,7 +26,13 @@ FILES = {"bench_forward_v3_L2_dep1.csv": 2, "bench_forward_v3_L4_dep1.csv": 4, "
 """Layers of the slice by file."""
 KV_BYTES_PER_LAYER = 2 * 576
 """The slices kept BF16 KV: 512 + 64 values a token and layer."""
-LAUNCHES = ("piecewise_floor_ms", "eager_floor_ms", "eager_decode_launch_ms", "eager_ep_launch_ms")
+LAUNCHES = (
+    "piecewise_floor_ms",
+    "eager_floor_ms",
+    "eager_decode_launch_ms",
+    "eager_ep_launch_ms",
+    "eager_token_launch_ms",
+)
 CARRIED = (
     *("host_step_ms", "host_request_ms", "admission_token_ms"),
     *("ring_hop_ms", "doubling_round_ms", "nccl_sync_ms"),

@@ -7,6 +7,7 @@ outside the measured range still scales as the hardware does. Equations and limi
 
 import math
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -63,6 +64,10 @@ class Coefficients(BaseModel):
     prefill_pair_ms: float = Field(ge=0)
     prefill_context_ms: float = Field(0.0, ge=0)
     prefill_chunk_ms: float = Field(0.0, ge=0)
+    # new tokens of a rank that fill the multiprocessors with query tiles once: fewer leave some idle over the context
+    prefill_wave_tokens: float = Field(0.0, ge=0)
+    # what a pair within a chunk takes beyond one with a cached token: causal attention fills its tiles less
+    prefill_causal_ms: float = Field(0.0, ge=0)
     # host
     host_step_ms: float = Field(ge=0)
     host_request_ms: float = Field(0.0, ge=0)
@@ -73,6 +78,10 @@ class Coefficients(BaseModel):
     # and so do dispatch and combine where an instance has several GPUs
     eager_decode_launch_ms: float = Field(0.0, ge=0)
     eager_ep_launch_ms: float = Field(0.0, ge=0)
+    # each token of the fullest rank: where kernels take longer than their launch they hold up the ones behind
+    eager_token_launch_ms: float = Field(0.0, ge=0)
+    # quantiles of launch / mean launch of steps with prompts; empty: always the mean
+    launch_quantiles: tuple[Annotated[float, Field(gt=0)], ...] = ()
     admission_fixed_ms: float = Field(0.0, ge=0)
     admission_token_ms: float = Field(0.0, ge=0)
     # DP sync: ring per hop, recursive doubling per round, NCCL whole
@@ -125,6 +134,8 @@ class PhysicalCost:
         model: ModelSpec | None = None,
     ) -> None:
         self.c = coefficients
+        self.launch_quantiles = coefficients.launch_quantiles
+        self._wave_tokens = coefficients.prefill_wave_tokens
         self.model: ModelSpec = model or deployment.model_spec
         self.gpu: GpuSpec = deployment.gpu_spec
         self.pool = pool
@@ -160,13 +171,17 @@ class PhysicalCost:
         decode_requests: FloatArray,
         decode_context: FloatArray,
     ) -> FloatArray:
-        return (
+        attention = (
             self._pair_ms * prefill_pairs
             + self.c.prefill_context_ms * prefill_context
             + self._token_fix_ms * prefill_tokens
             + self._request_ms * decode_requests
             + self._context_ms * decode_context
         )
+        if self._wave_tokens:
+            short = self._wave_tokens - prefill_tokens
+            attention = attention + self._pair_ms * prefill_context * (short * (short > 0))
+        return attention
 
     # -- all ranks together ---------------------------------------------------------------------------------------
     def shared_ms(
@@ -188,6 +203,10 @@ class PhysicalCost:
         prefill_share = prefill_tokens / total if total else 0.0
         dense_ms = c.step_fixed_ms + self._dense_ms(padded, prefill_share)
         dense_ms += c.prefill_chunk_ms * prefill_chunks / self.pool.dep
+        if c.prefill_causal_ms and prefill_chunks:
+            # Exact where the chunks are alike: of unlike ones only the sum is at hand.
+            pairs = prefill_tokens * (prefill_tokens / prefill_chunks) / 2
+            dense_ms += c.prefill_causal_ms * pairs / self.pool.dep / self.pool.tp
         latency_ms, volume_ms = self._communication_ms(padded, prefill_share, narrow_share)
         # All-to-all brings the hottest GPU its tokens' activations too; all-gather brings every GPU the same.
         crowding_ms = volume_ms * (1 / balancedness - 1) if c.all_to_all else 0.0
@@ -278,11 +297,13 @@ class PhysicalCost:
         return top * ((read_ms / top) ** p + (flop_ms / top) ** p) ** (1 / p)
 
     # -- host -----------------------------------------------------------------------------------------------------
-    def launch_floor_ms(self, widest_tokens: int, prefill: bool) -> float:
+    def launch_floor_ms(self, widest_tokens: int, prefill_ranks: int) -> float:
+        c = self.c
         if widest_tokens > self.pool.max_cudagraph_capture_size:
-            decodes_ms = self.c.eager_decode_launch_ms if self.pool.role != "prefill" else 0.0
-            return self.c.eager_floor_ms + decodes_ms + (self.c.eager_ep_launch_ms if self.width > 1 else 0.0)
-        return self.c.piecewise_floor_ms if prefill else 0.0
+            decodes_ms = c.eager_decode_launch_ms if self.pool.role != "prefill" else 0.0
+            experts_ms = c.eager_ep_launch_ms if self.width > 1 else 0.0
+            return c.eager_floor_ms + decodes_ms + experts_ms + c.eager_token_launch_ms * widest_tokens
+        return c.piecewise_floor_ms if prefill_ranks else 0.0
 
     def host_ms(self, widest_requests: int) -> float:
         return self._host_fixed_ms + self.c.host_request_ms * widest_requests

@@ -98,7 +98,7 @@ def _step(
     cost = calibration.pool_cost(deployment, bound.model_copy(update={"role": pool}) if pool == "prefill" else bound)
     even = calibration.balancedness(deployment, bound, tokens)
     terms = gpu_terms_ms(cost, work, dep=dep, drafts=drafts, balancedness=even)
-    floor = cost.launch_floor_ms(tokens, pool == "prefill")
+    floor = cost.launch_floor_ms(tokens, dep if work.chunks else 0)
     host = cost.host_ms(work.chunks + work.decodes)
     gpu_ms = np.array([sum(terms.values())])
     wall = step_wall_ms(gpu_ms, floor, host, cost.dp_sync_ms(), 0.0, async_scheduling=True)

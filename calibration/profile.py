@@ -7,6 +7,7 @@ replay of their run (profile_client.py).
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rackplan.calibration.batch import Batch
 from rackplan.calibration.file import CalibrationFile, MeasuredRange
@@ -106,7 +107,7 @@ def _measured(rows: Sequence[Row]) -> dict[str, MeasuredRange]:
     }
 
 
-def _intervals(fit: GpuFit, solution: Solution, final: dict[str, float]) -> dict[str, tuple[float, float]]:
+def _intervals(fit: GpuFit, solution: Solution, final: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Intervals of what was fitted, moved by what served steps added to it."""
     found = bootstrap_intervals(solution, fit.unknowns)
     moved = {k: final.get(k, solution.values[k]) - solution.values[k] for k in found}

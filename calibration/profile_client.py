@@ -23,18 +23,20 @@ def as_run(run: ProfileRun, wall: bool) -> Deployment:
 
 
 def _beyond_ms(profile: Profile, draft: CalibrationFile, disaggregated: bool) -> tuple[str, float] | None:
-    """(run, median of TTFT as measured less as replayed, ms) of the run of lowest rate of its kind."""
+    """(run, median of TTFT as measured less as replayed, ms): of the runs of one kind the one with least, as whatever
+    else a machine does only adds to it."""
     wall = profile.identity.time_kind == "wall"
     runs = [r for r in profile.runs if r.deployment.disaggregated == disaggregated and len(r.served.ttft_s)]
-    if not runs:
+    engine = FittedCalibration(draft)
+    found = [(float(np.median(ttft_beyond_ms(r.served, as_run(r, wall), engine))), r.name) for r in runs]
+    if not found:
         return None
-    run = min(runs, key=lambda r: r.rate_req_s)
-    beyond = ttft_beyond_ms(run.served, as_run(run, wall), FittedCalibration(draft))
-    return run.name, max(0.0, float(np.median(beyond)))
+    least_ms, name = min(found)
+    return name, max(0.0, least_ms)
 
 
 def with_frontend(profile: Profile, draft: CalibrationFile) -> CalibrationFile:
-    """With the front end of the aggregated run of lowest rate, carried where there is none."""
+    """With the front end that aggregated runs show, carried where there is none."""
     found = _beyond_ms(profile, draft, disaggregated=False)
     if found is None:
         base = calibration_file(CARRIED_FROM)
@@ -42,7 +44,7 @@ def with_frontend(profile: Profile, draft: CalibrationFile) -> CalibrationFile:
         update = {"frontend_ms": base.frontend_ms, "carried": (*draft.carried, "frontend_ms")}
         return draft.model_copy(update={**update, "notes": (*draft.notes, note)})
     name, ms = found
-    note = f"The front end is the median TTFT of run {name} beyond that of its replay."
+    note = f"The front end is the median TTFT of run {name} beyond its replay, the least of all aggregated runs."
     return draft.model_copy(update={"frontend_ms": ms, "notes": (*draft.notes, note)})
 
 
@@ -61,7 +63,7 @@ def with_transfer(profile: Profile, draft: CalibrationFile) -> CalibrationFile:
         setup, carried = base.transfer.setup_ms, (*draft.carried, "transfer")
     else:
         note = (
-            f"KV transfer: set-up is the median TTFT of run {found[0]} beyond that of its replay with the bytes at "
+            f"KV transfer: set-up is the median TTFT of run {found[0]} beyond its replay with the bytes at "
             f"{TRANSFER_SHARE_OF_LINK:.0%} of the link; descriptors are in it."
         )
         setup, carried = found[1], draft.carried

@@ -25,6 +25,11 @@ PRIOR_WEIGHT = 0.01
 """A prior's residual for one e-fold of an efficiency, or for a constant as long as its scale: a hundredth of the row
 that is off by its own length. It decides only what the rows leave open."""
 ROWS_FOR_SHARPNESS = 30
+LENGTHS_FOR_CAUSAL = 5
+"""Lengths of prefill before pairs within a chunk are told from pairs with cached tokens."""
+MULTIPROCESSORS = {"h200": 132}
+QUERY_TILE = 128
+"""Attention gives every head's tile of queries a multiprocessor of its own; seen on H200, assumed on no other."""
 SERVED_ROWS_FOR_ROUTING = 8
 MOST_EFFICIENCY = 1.2
 MOST_CPU_EFFICIENCY = 500.0
@@ -103,6 +108,8 @@ def _unknowns(model: ModelSpec, gpu: GpuSpec, rows: Sequence[Row]) -> dict[str, 
         found["prefill_context_ms"] = ms(longest.measured_ms / cached / 20, longest.measured_ms / cached)
     if len(exact) >= ROWS_FOR_SHARPNESS:
         found["roofline_sharpness"] = Unknown(3.0, 1, 12)
+    if len({r.batch.new_tokens for r in prefills}) >= LENGTHS_FOR_CAUSAL:
+        found["prefill_causal_ms"] = ms(longest.measured_ms / pairs / 20, longest.measured_ms / pairs * 10)
     if len({r.drafts for r in decodes}) > 1:
         found["decode_query_ms"] = ms(shortest / 50, shortest)
         found["draft_fixed_ms"] = ms(shortest / 5, shortest * 5)
@@ -140,6 +147,8 @@ def _carried(model: ModelSpec, gpu: GpuSpec, unknowns: dict[str, Unknown]) -> di
     # Between GPUs a layer's dispatch and combine are launches on the link; between CPUs two all-reduces of the host's.
     layer_comm_ms = 2 * c.ring_hop_ms if gpu.name == "cpu" else c.comm_fixed_ms / layers
     return {
+        "prefill_wave_tokens": wave_tokens(model, gpu),
+        "prefill_causal_ms": 0.0,
         "dense_read_efficiency": reads if gpu.name == "cpu" else 0.8,
         "kv_read_efficiency": reads,
         "prefill_context_ms": 0.0,
@@ -148,3 +157,8 @@ def _carried(model: ModelSpec, gpu: GpuSpec, unknowns: dict[str, Unknown]) -> di
         "link_efficiency": c.link_efficiency,
         "comm_fixed_ms": layer_comm_ms * model.moe_layers,
     }
+
+
+def wave_tokens(model: ModelSpec, gpu: GpuSpec) -> float:
+    """New tokens whose queries fill the GPU once; 0 where its multiprocessors are not known."""
+    return MULTIPROCESSORS.get(gpu.name, 0) * QUERY_TILE / model.attention_heads

@@ -7,6 +7,7 @@ ranks add, launches that the host bounds, and the front end.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -16,12 +17,21 @@ from rackplan.calibration.lockstep import gpu_ms, joint_steps, prefills, request
 from rackplan.calibration.physics import PhysicalCost
 from rackplan.calibration.readers.profile_folder import ProfileRun
 from rackplan.calibration.records import StepLog
-from rackplan.calibration.served import decode_intervals_ms, prompt_steps
+from rackplan.calibration.served import (
+    Launches,
+    decode_intervals_ms,
+    launch_at_no_tokens_ms,
+    launch_quantiles,
+    prompt_steps,
+    token_launch_ms,
+)
 from rackplan.engine import Pool
 
 LEAST_STEPS = 5
 """Steps of one batch size before their median counts."""
 LEAST_LAUNCHES = 5
+LAUNCHES_FOR_SPREAD = 60
+"""Launches before their quantiles say something of one in twenty."""
 HOST_BOUND = 1.15
 """A launch that took this much longer than the GPU work of its step was bound by the host."""
 
@@ -120,18 +130,35 @@ def several_ranks_ms(steps: Sequence[ServedStep], loop: Loop) -> float | None:
     return max(0.0, float(np.median(extra))) if len(extra) >= LEAST_STEPS else None
 
 
-def launch_floors_ms(runs: Iterable[ProfileRun], cost: PhysicalCost) -> dict[str, float]:
-    """`piecewise_floor_ms` (within the captured sizes) and `eager_floor_ms` (past them), where enough launches of
-    aggregated runs on one GPU with async scheduling took longer than their step's GPU work."""
-    bound: dict[str, list[float]] = defaultdict(list)
-    for run in runs:
-        pool = run.deployment.pools[0]
-        if run.deployment.gpus > 1 or not pool.async_scheduling or not run.served.token_s:
-            continue
-        steps = prompt_steps(run.served)
-        for new, ms in zip(steps.new_tokens.astype(int).tolist(), steps.launch_ms.tolist(), strict=True):
-            work = sum(gpu_terms_ms(cost, Batch(chunks=1, new_tokens=new), dep=1).values())
-            if ms > HOST_BOUND * work:
-                kind = "eager_floor_ms" if new > pool.max_cudagraph_capture_size else "piecewise_floor_ms"
-                bound[kind].append(ms)
-    return {kind: float(np.mean(v)) for kind, v in bound.items() if len(v) >= LEAST_LAUNCHES}
+def launch_terms(runs: Iterable[ProfileRun], cost: PhysicalCost) -> dict[str, Any]:
+    """Coefficients of launches that enough steps of aggregated runs on one GPU with async scheduling tell: means within
+    the captured sizes and past them, what tokens add, and the spread. Of means only launches count that took longer
+    than the GPU work of their step."""
+    found = [_launches(run, cost) for run in runs if _tells_launches(run)]
+    within = [w for w, _ in found if len(w.ms) >= LEAST_LAUNCHES]
+    past = [e for _, e in found if len(e.ms) >= LEAST_LAUNCHES]
+    terms: dict[str, Any] = {}
+    if within:
+        terms["piecewise_floor_ms"] = launch_at_no_tokens_ms(within, 0.0)
+    if past:
+        token_ms = token_launch_ms(past)
+        terms |= {"eager_floor_ms": launch_at_no_tokens_ms(past, token_ms), "eager_token_launch_ms": token_ms}
+        if sum(len(e.ms) for e in past) >= LAUNCHES_FOR_SPREAD:
+            terms["launch_quantiles"] = launch_quantiles(past, token_ms)
+    return terms
+
+
+def _tells_launches(run: ProfileRun) -> bool:
+    return run.deployment.gpus == 1 and run.deployment.pools[0].async_scheduling and bool(run.served.token_s)
+
+
+def _launches(run: ProfileRun, cost: PhysicalCost) -> tuple[Launches, Launches]:
+    """Host-bound launches of one run: within the captured sizes, and past them."""
+    steps = prompt_steps(run.served)
+    work = [
+        sum(gpu_terms_ms(cost, Batch(chunks=1, new_tokens=new), dep=1).values())
+        for new in steps.new_tokens.astype(int).tolist()
+    ]
+    bound = steps.launch_ms > HOST_BOUND * np.array(work)
+    past = steps.new_tokens > run.deployment.pools[0].max_cudagraph_capture_size
+    return tuple(Launches(ms=steps.launch_ms[k], tokens=steps.tokens[k]) for k in (bound & ~past, bound & past))  # type: ignore[return-value]

@@ -1,6 +1,7 @@
 """All coefficients of a profile: the GPU as fitted, the host from what served steps add to it, the rest carried."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from rackplan.calibration.profile_host import (
     ServedStep,
     client_steps,
     fit_loop,
-    launch_floors_ms,
+    launch_terms,
     served_steps,
     several_ranks_ms,
 )
@@ -23,8 +24,15 @@ from rackplan.calibration.readers.profile_folder import Profile
 from rackplan.engine import model_spec
 
 HOST = ("host_step_ms", "host_request_ms")
-LAUNCHES = ("piecewise_floor_ms", "eager_floor_ms", "eager_decode_launch_ms", "eager_ep_launch_ms")
+LAUNCHES = (
+    "piecewise_floor_ms",
+    "eager_floor_ms",
+    "eager_decode_launch_ms",
+    "eager_ep_launch_ms",
+    "eager_token_launch_ms",
+)
 SYNC = ("ring_hop_ms", "doubling_round_ms", "nccl_sync_ms")
+BY_PHYSICS = ("dense_read_efficiency", "prefill_wave_tokens")
 ADMISSION = ("admission_token_ms",)
 
 
@@ -33,13 +41,13 @@ class Found:
     """What a fit has so far: coefficients, which of them are carried, errors by metric, what to say of them.
     `loop_in_step_ms`: the host's loop that the step's constant holds."""
 
-    coefficients: dict[str, float]
+    coefficients: dict[str, Any]
     carried: tuple[str, ...]
     errors: dict[str, FitError]
     notes: tuple[str, ...] = ()
     loop_in_step_ms: float = 0.0
 
-    def measured(self, values: dict[str, float]) -> "Found":
+    def measured(self, values: dict[str, Any]) -> "Found":
         """With these coefficients measured, whatever they were."""
         carried = tuple(k for k in self.carried if k not in values)
         return replace(self, coefficients={**self.coefficients, **values}, carried=carried)
@@ -63,13 +71,13 @@ def coefficients_of(profile: Profile, fit: GpuFit, solution: Solution, errors: d
         **({k: 0.0 for k in HOST} if wall else {}),
     }
     unmeasured = [*SYNC, *ADMISSION, *(() if wall else (*LAUNCHES, *HOST))]
-    unmeasured += [k for k in fit.assumed if k != "dense_read_efficiency"]
+    unmeasured += [k for k in fit.assumed if k not in BY_PHYSICS]
     found = Found(coefficients=values, carried=tuple(unmeasured), errors=errors)
     steps = _steps(profile, fit, solution)
     found = _with_loop(found, [s for s in steps if s.dep == 1] or steps, steps, wall)
     if not wall:
         cost = fit.cost(solution.values, 1, served=True)
-        found = _with_launches(found, launch_floors_ms(profile.runs, cost))
+        found = _with_launches(found, launch_terms(profile.runs, cost))
     return found
 
 
@@ -149,7 +157,7 @@ def _with_ranks(found: Found, steps: list[ServedStep], loop: Loop) -> Found:
     return found.measured({"comm_fixed_ms": extra}).noted(note)
 
 
-def _with_launches(found: Found, floors: dict[str, float]) -> Found:
+def _with_launches(found: Found, floors: dict[str, Any]) -> Found:
     """Launches as measured beside decodes; what the decodes add to one past the captured sizes is carried."""
     if "eager_floor_ms" in floors:
         beside_ms = floors["eager_floor_ms"] - found.coefficients["eager_decode_launch_ms"]

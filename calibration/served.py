@@ -19,6 +19,7 @@ MIN_WINDOWS = 10
 STALL_MS = 45.0
 """A wait between two tokens that only an eager launch makes: decode steps take 4 to 15 ms, the launches 55 and more."""
 SAME_STALL_S = 0.006
+QUANTILES = 21
 SAME_STEP_S = 0.0012
 """Tokens that come closer together than this left the engine in one step."""
 
@@ -47,11 +48,13 @@ class PromptSteps:
 
     Under async scheduling the host begins a step, launches it, waits for the step before and hands on its tokens; so
     the tokens of two steps leave a launch apart, and a prompt's first token leaves after the next step's launch.
-    `new_tokens`: most prompt tokens of one request in the step; `launch_ms`: between the deliveries around its launch;
-    `seen_ms`: from arrival to the middle of the interval in which the host had to see the request, by request.
+    `new_tokens`: most prompt tokens of one request in the step; `tokens`: of all that end in it; `launch_ms`: between
+    the deliveries around its launch; `seen_ms`: from arrival to the middle of the interval in which the host had to see
+    the request, by request.
     """
 
     new_tokens: np.ndarray
+    tokens: np.ndarray
     launch_ms: np.ndarray
     seen_ms: np.ndarray
 
@@ -62,35 +65,69 @@ def prompt_steps(run: ServedRun) -> PromptSteps:
     step_s = delivered[np.concatenate([[True], np.diff(delivered) > SAME_STEP_S])]
     first = np.array([t[0] for t in run.token_s])
     last = np.array([t[-1] for t in run.token_s])
-    steps: dict[int, tuple[int, float]] = {}
+    steps: dict[int, tuple[int, int, float]] = {}
     seen_ms = []
     prompts = run.input_tokens - (0 if run.cached_tokens is None else run.cached_tokens)
     for start, own, prompt in zip(run.start_s, first, prompts, strict=True):
         at = int(np.searchsorted(step_s, own, side="right")) - 1
         if at < 3 or not ((first < step_s[at - 3]) & (last > own)).any():
             continue  # nobody was decoding: no delivery tells when the host began
-        new = max(steps[at][0] if at in steps else 0, int(prompt))
-        steps[at] = new, (step_s[at - 1] - step_s[at - 2]) * 1e3
+        most, others, _ = steps.get(at, (0, 0, 0.0))
+        steps[at] = max(most, int(prompt)), others + int(prompt), (step_s[at - 1] - step_s[at - 2]) * 1e3
         seen_ms.append(((step_s[at - 3] + step_s[at - 2]) / 2 - start) * 1e3)
-    new_tokens, launch_ms = np.array(list(steps.values())).reshape(-1, 2).T
-    return PromptSteps(new_tokens=new_tokens, launch_ms=launch_ms, seen_ms=np.array(seen_ms))
+    new_tokens, tokens, launch_ms = np.array(list(steps.values())).reshape(-1, 3).T
+    return PromptSteps(new_tokens=new_tokens, tokens=tokens, launch_ms=launch_ms, seen_ms=np.array(seen_ms))
 
 
-def launch_floors_ms(steps: list[PromptSteps], captured_tokens: int) -> tuple[float, float]:
-    """Mean launch of a step with prompt tokens: (within the captured graph sizes, past them), ms. Means, as they keep
-    the time that is lost in all."""
-    new = np.concatenate([s.new_tokens for s in steps])
-    launch = np.concatenate([s.launch_ms for s in steps])
-    eager = new > captured_tokens
-    return float(launch[~eager].mean()), float(launch[eager].mean())
+def launches_of(steps: list[PromptSteps], captured_tokens: int, eager: bool) -> list["Launches"]:
+    """Launches of each run's steps with prompt tokens: past the captured graph sizes (`eager`), or within them."""
+    past = [s.new_tokens > captured_tokens for s in steps]
+    kept = [p if eager else ~p for p in past]
+    return [Launches(ms=s.launch_ms[k], tokens=s.tokens[k]) for s, k in zip(steps, kept, strict=True)]
 
 
-def stalls_ms(run: ServedRun) -> np.ndarray:
-    """Launches of eager steps that running requests waited for, (steps,) ms: the wait and the step before it, by which
-    the host was ahead. For workers in processes of their own, whose tokens do not wait for the next launch too.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launches:
+    """Launches of one run's steps and the new tokens in each, (steps,)."""
+
+    ms: np.ndarray
+    tokens: np.ndarray
+
+    def without_tokens(self, token_ms: float) -> np.ndarray:
+        """What is left of each launch at no tokens, ms."""
+        return self.ms - token_ms * self.tokens
+
+
+def token_launch_ms(runs: list[Launches]) -> float:
+    """What each token adds to a launch: one slope over runs of means of their own, 0 where all have alike."""
+    ms = np.concatenate([r.ms - r.ms.mean() for r in runs])
+    tokens = np.concatenate([r.tokens - r.tokens.mean() for r in runs])
+    spread = float((tokens**2).sum())
+    return max(0.0, float((ms * tokens).sum()) / spread) if spread else 0.0
+
+
+def launch_at_no_tokens_ms(runs: list[Launches], token_ms: float) -> float:
+    """Mean launch less what its tokens add. The mean, as it keeps the time that is lost in all."""
+    return float(np.concatenate([r.without_tokens(token_ms) for r in runs]).mean())
+
+
+def launch_quantiles(runs: list[Launches], token_ms: float) -> tuple[float, ...]:
+    """Quantiles of launch / mean launch of the run at QUANTILES equal steps, of mean 1 as they are drawn: linear
+    between them."""
+    expected = [r.ms.mean() + token_ms * (r.tokens - r.tokens.mean()) for r in runs]
+    ratios = np.concatenate([r.ms / e for r, e in zip(runs, expected, strict=True)])
+    found = np.quantile(ratios, np.linspace(0, 1, QUANTILES))
+    found /= ((found[1:] + found[:-1]) / 2).mean()
+    return tuple(float(q) for q in found)
+
+
+def stalls(run: ServedRun) -> Launches:
+    """Launches of eager steps that running requests waited for: the wait and the step before it, by which the host was
+    ahead. For workers in processes of their own, whose tokens do not wait for the next launch too.
 
     The step before must be a decode step, whose GPU time is known by its own length. Waits of several requests that
-    end together are one step's."""
+    end together are one step's, and so are the first tokens that come with them; a step of two prompts or more is left
+    out, as they may be of different ranks and it takes what the later of these takes."""
     waits = []
     for times in run.token_s:
         gap_ms = np.diff(times) * 1e3
@@ -98,7 +135,14 @@ def stalls_ms(run: ServedRun) -> np.ndarray:
         waits += [(times[i + 1], gap_ms[i] + gap_ms[i - 1]) for i in at]
     end_s, launch_ms = np.array(sorted(waits)).T
     step = np.concatenate([[0], np.cumsum(np.diff(end_s) > SAME_STALL_S)])
-    return np.array([np.median(launch_ms[step == i]) for i in range(int(step[-1]) + 1)])
+    first_s = np.array([t[0] for t in run.token_s])
+    ms, tokens = [], []
+    for i in range(int(step[-1]) + 1):
+        with_it = np.abs(first_s - end_s[step == i].mean()) < SAME_STALL_S
+        if with_it.sum() == 1:
+            ms.append(np.median(launch_ms[step == i]))
+            tokens.append(float(run.input_tokens[with_it][0]))
+    return Launches(ms=np.array(ms), tokens=np.array(tokens))
 
 
 def frontend_ms(steps: list[PromptSteps]) -> float:

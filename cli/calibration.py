@@ -82,6 +82,14 @@ def diff(before: params.Before, after: params.After, json: params.Json = False) 
 
 
 @calibration_app.command()
+def operators(gpu: params.TableGpu, json: params.Json = False) -> None:
+    """What AIConfigurator's tables say of a GPU's matrix products, and what of them is not to be believed."""
+    from rackplan.calibration.readers.aiconfigurator import operators as read
+
+    _print(read(gpu), json, "show_operators")
+
+
+@calibration_app.command()
 def update(
     name: params.CalibrationName,
     metrics: params.Metrics,

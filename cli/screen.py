@@ -179,6 +179,17 @@ def _spanned(value: float, interval: Sequence[float] | None) -> str:
     return f"{number(value)} [{number(interval[0])}, {number(interval[1])}]" if interval else number(value)
 
 
+def show_operators(document: Document, console: Console) -> None:
+    """Shares of a GPU's peak that measured matrix products reach, and the rows that did not pass."""
+    title = f"Matrix products on {document['gpu']}"
+    table = _table(title, "Data type", "Rows", "Of peak arithmetic", "Of memory's rate")
+    for d in document["dtypes"]:
+        table.add_row(d["dtype"], str(d["rows"]), percent(d["flop_share"]), percent(d["read_share"]))
+    console.print(table)
+    for line in document["dropped"]:
+        console.print(f"Dropped: {line}", style="yellow")
+
+
 def show_update(document: Document, console: Console) -> None:
     """A live engine against its calibration: by part of a request, and what was refitted."""
     load = document["load"]

@@ -28,7 +28,13 @@ class SharedTime(NamedTuple):
 
 
 class PoolCost(Protocol):
-    """Step costs of one pool, bound to its width, drafts and options. All times are ms, all coefficients >= 0."""
+    """Step costs of one pool, bound to its width, drafts and options. All times are ms, all coefficients >= 0.
+
+    `launch_quantiles`: how far the launches of steps with prompts spread, as quantiles of launch / mean launch at equal
+    shares from 0 to 1; empty where a launch always takes its mean.
+    """
+
+    launch_quantiles: tuple[float, ...]
 
     def attention_ms(
         self,
@@ -38,8 +44,8 @@ class PoolCost(Protocol):
         decode_requests: FloatArray,
         decode_context: FloatArray,
     ) -> FloatArray:
-        """Rank-local GPU time, elementwise over arrays of any one shape, or numbers; linear in each argument, so that a
-        rank with nothing takes none.
+        """Rank-local GPU time, elementwise over arrays of any one shape, or numbers; linear in what decodes, and a rank
+        with nothing takes none.
 
         prefill_tokens: new tokens in this step. prefill_pairs: sum over chunks of new x (cached + new / 2).
         prefill_context: sum over chunks of the tokens already in the KV cache. decode_requests: decoding requests.
@@ -56,8 +62,9 @@ class PoolCost(Protocol):
         """
         ...
 
-    def launch_floor_ms(self, widest_tokens: int, prefill: bool) -> float:
-        """Least wall time of a step, by CUDA-graph mode: the host cannot launch its kernels faster."""
+    def launch_floor_ms(self, widest_tokens: int, prefill_ranks: int) -> float:
+        """Least wall time of a step by CUDA-graph mode: the host cannot launch its kernels faster. `prefill_ranks`:
+        ranks that prefill in it; the mean of one rank's launch, whatever their number."""
         ...
 
     def host_ms(self, widest_requests: int) -> float:

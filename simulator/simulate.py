@@ -6,7 +6,7 @@ arrival -> front end -> router -> aggregated instance -> end.
 
 from array import array
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from rackplan.simulator.garbage import rare_collections
 from rackplan.simulator.instance import Instance, TokenGaps
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_transfer import KvTransfers
+from rackplan.simulator.launches import DrawnLaunches
 from rackplan.simulator.pool import PoolOfInstances
 from rackplan.simulator.prefix_cache import BlockCache, SessionCache
 from rackplan.simulator.request import NS_PER_MS, NS_PER_S, Load, Request, Source, Workload
@@ -108,7 +109,7 @@ class _Run:
         options: RunOptions,
     ) -> None:
         self.deployment, self.memory, self.options = deployment, memory, options
-        streams = Streams(options.seed)
+        streams = self.streams = Streams(options.seed)
         self.env = Clock()
         self.source: Source = workload.source(load, options.duration_s, streams)
         self.frontend_ns = round(calibration.frontend_ms * NS_PER_MS)
@@ -168,7 +169,10 @@ class _Run:
             rearrange_ms=EPLB_REARRANGE_MS,
             coalesce=self.options.coalesce,
         )
-        return [one] * pool.instances
+        if not one.cost.launch_quantiles:
+            return [one] * pool.instances
+        streams = (self.streams[f"launches {pool.role} {i}"] for i in range(pool.instances))
+        return [replace(one, cost=DrawnLaunches(one.cost, stream)) for stream in streams]
 
     # -- requests ------------------------------------------------------------------------------------------------
     def run(self) -> SimResult:

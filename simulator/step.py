@@ -125,7 +125,7 @@ def time_steps(
     widest, prefill = load.widest_tokens, load.prefill_tokens
     shared = cost.shared_ms(widest, load.total_tokens, prefill, load.prefill_chunks, balancedness)
     gpu = slowest + sum(shared)
-    floor = cost.launch_floor_ms(widest, prefill > 0)
+    floor = cost.launch_floor_ms(widest, len(load.prefills))
     host = cost.host_ms(load.requests) + (load.admission_ms + extra_host_ms)
     if not async_scheduling:
         wall = step_wall_ms(gpu, floor, host, sync_ms, 0.0, async_scheduling)

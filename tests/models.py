@@ -13,6 +13,8 @@ from rackplan.simulator.streams import Streams
 class LinearCost:
     """Step = fixed + per token of the fullest rank + attention by pairs and context; host and floors as given."""
 
+    launch_quantiles: tuple[float, ...] = ()
+
     def __init__(self, fixed_ms=3.0, token_ms=0.01, context_ms=1e-6, host=0.0, sync=0.0, admission=0.0, floor=0.0):
         self.fixed_ms, self.token_ms, self.context_ms = fixed_ms, token_ms, context_ms
         self.host, self.sync, self.admission, self.floor = host, sync, admission, floor
@@ -24,8 +26,8 @@ class LinearCost:
         moe = 0.5
         return SharedTime(self.fixed_ms + self.token_ms * widest_tokens, moe, moe / balancedness - moe, 0.0, 0.0)
 
-    def launch_floor_ms(self, widest_tokens, prefill):
-        return self.floor if prefill else 0.0
+    def launch_floor_ms(self, widest_tokens, prefill_ranks):
+        return self.floor if prefill_ranks else 0.0
 
     def host_ms(self, widest_requests):
         return self.host

@@ -145,7 +145,7 @@ def test_an_eager_launch_takes_longer_beside_decodes_and_with_experts_spread():
         for width in (1, 2)
     }
     launch = {
-        (pool.role, width): calibration.pool_cost(d, pool).launch_floor_ms(2048, True)
+        (pool.role, width): calibration.pool_cost(d, pool).launch_floor_ms(2048, 1)
         for width, d in deployment.items()
         for pool in d.pools
     }

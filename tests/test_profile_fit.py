@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rackplan.calibration import h200, h200_rows
 from rackplan.calibration.batch import Batch, gpu_terms_ms
 from rackplan.calibration.file import CalibrationFile, FittedCalibration
 from rackplan.calibration.library import calibration_file
@@ -192,3 +193,42 @@ def outcome(folder: Path) -> tuple[Row, ...] | str:
         return read_profile(folder).rows
     except InputError as e:
         return str(e)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory) -> CalibrationFile:
+    """The fit of the profiles behind h200-v2-lite, as a profile folder would hold them."""
+    folder = tmp_path_factory.mktemp("h200")
+    one, *two = (h200_rows.PROFILES / name for name in h200_rows.FORWARD_FILES)
+    (folder / "forward_dep1.csv").write_text(one.read_text())
+    lines = [line for i, table in enumerate(two) for line in table.read_text().splitlines()[min(i, 1) :]]
+    kept = [line for line in lines if not line.startswith("decode_48_60000,")]
+    (folder / "forward_dep2.csv").write_text("\n".join(kept) + "\n")
+    runs = []
+    for name, path in h200.SERVED_RUNS.items():
+        (folder / f"serve_{name}.json.gz").write_bytes(path.read_bytes())
+        runs.append({"name": name, "deployment": h200.served_deployment().to_dict(), "status": "done"})
+    identity = {"format": 1, "model": "deepseek-v2-lite", "gpu": "h200", "engine_version": "0.33.0", "runs": runs}
+    more = {"date": "2026-11-29", "command": "rackplan profile", "time_kind": "gpu"}
+    (folder / "profile.json").write_text(json.dumps({**identity, **more}))
+    return fit_profile(folder, "again")
+
+
+def test_the_generic_fit_of_the_embedded_rows_is_the_embedded_fit(on_gpu):
+    shipped = calibration_file("h200-v2-lite").coefficients
+    for key in ("step_fixed_ms", "moe_read_efficiency", "kv_read_efficiency", "comm_fixed_ms", "prefill_pair_ms"):
+        assert getattr(on_gpu.coefficients, key) == pytest.approx(getattr(shipped, key), rel=0.05), key
+    assert on_gpu.coefficients.routing_sigma == pytest.approx(shipped.routing_sigma, rel=0.1)
+    assert on_gpu.errors["all"].holdout_median_pct < 3
+    assert on_gpu.errors["all"].holdout_p90_pct < 8
+
+
+def test_launches_and_their_spread_come_from_the_clients(on_gpu):
+    shipped = calibration_file("h200-v2-lite").coefficients
+    for key in ("piecewise_floor_ms", "eager_floor_ms", "eager_token_launch_ms"):
+        assert getattr(on_gpu.coefficients, key) == pytest.approx(getattr(shipped, key), rel=0.05), key
+    assert len(on_gpu.coefficients.launch_quantiles) == len(shipped.launch_quantiles)
+    assert not {"eager_floor_ms", "launch_quantiles", "frontend_ms"} & set(on_gpu.carried)
+    assert {"eager_decode_launch_ms", "host_step_ms", "transfer"} <= set(on_gpu.carried)
+    assert 0 < on_gpu.frontend_ms < 20

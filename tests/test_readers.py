@@ -19,6 +19,7 @@ from rackplan.calibration.readers.bench_forward import parse_case, read_bench_fo
 from rackplan.calibration.readers.iteration_log import as_step_log, read_iteration_log
 from rackplan.calibration.readers.prometheus import parse_metrics, read_metrics
 from rackplan.calibration.readers.served import read_served_runs
+from rackplan.cli.main import app, execute
 from rackplan.engine import GPUS, InputError
 
 
@@ -257,6 +258,20 @@ def test_the_installed_tables_pass_the_gate_but_for_fp8_blocks_on_blackwell():
 
     assert any("fp8_block" in line for line in read_gemms("gb300").dropped)
     assert read_gemms("h200").dropped == ()
+
+
+def test_the_command_names_what_is_missing_or_shows_the_shares(capsys, monkeypatch):
+    from rackplan.calibration.readers import aiconfigurator
+
+    assert execute(app, "rackplan", ["calibration", "operators", "h100"]) == 2
+    assert "gpu=h100: has no table" in capsys.readouterr().err
+    columns = [gemm_columns(0.004, "nvfp4"), gemm_columns(0.108, "fp8_block")]
+    table = plausible([row for c in columns for row in gemms_of(c, "t")], GPUS["gb300"])
+    monkeypatch.setattr(aiconfigurator, "read_gemms", lambda gpu: table)
+    assert execute(app, "rackplan", ["calibration", "operators", "gb300"]) == 0
+    shown = capsys.readouterr().out
+    assert "nvfp4" in shown
+    assert "Dropped: fp8_block" in shown
 
 
 # -- bad files ---------------------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def _step_ms(deployment: Deployment, pool: Pool, batch: Batch, calibration: Cali
     tokens = batch.tokens(drafts)
     even = calibration.balancedness(deployment, pool, tokens)
     gpu_ms = sum(gpu_terms_ms(cost, batch, dep=pool.dep, drafts=drafts, balancedness=even).values())
-    floor_ms = cost.launch_floor_ms(tokens, batch.chunks > 0)
+    floor_ms = cost.launch_floor_ms(tokens, 1 if batch.chunks else 0)
     host_ms = cost.host_ms(batch.chunks + batch.decodes)
     wall = step_wall_ms(np.array([gpu_ms]), floor_ms, host_ms, cost.dp_sync_ms(), 0.0, pool.async_scheduling)
     return float(wall[0])

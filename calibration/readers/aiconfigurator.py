@@ -144,3 +144,21 @@ def efficiencies(table: GemmTable, gpu: GpuSpec) -> dict[str, dict[str, float]]:
         if max(flop, read) > 10 * HOST_GAP_MS and max(flop, read) > 4 * min(flop, read):
             shares[row.dtype]["flop" if flop > read else "read"].append(max(flop, read) / row.ms)
     return {dtype: {k: float(np.median(v)) for k, v in by.items()} for dtype, by in shares.items()}
+
+
+def operators(gpu: str) -> dict[str, Any]:
+    """{"gpu", "dtypes": [{"dtype", "rows", "flop_share", "read_share"}], "dropped"}: what the tables of `gpu` say of
+    its matrix products, to hold a calibration's efficiencies against. Shares are None where no row is bound by that
+    side. Raises InputError as `read_gemms` does."""
+    table = read_gemms(gpu)
+    shares = efficiencies(table, gpu_spec(gpu))
+    dtypes = [
+        {
+            "dtype": dtype,
+            "rows": sum(r.dtype == dtype for r in table.rows),
+            "flop_share": shares.get(dtype, {}).get("flop"),
+            "read_share": shares.get(dtype, {}).get("read"),
+        }
+        for dtype in sorted({r.dtype for r in table.rows})
+    ]
+    return {"gpu": gpu, "dtypes": dtypes, "dropped": list(table.dropped)}
