@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rackplan.cli import options, output, params
-from rackplan.engine import GPUS, MODELS, InputError
+from rackplan.engine import GPUS, MODELS, Deployment, InputError, load_deployment
 
 if TYPE_CHECKING:
     from rackplan.calibration.file import FittedCalibration
@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     from rackplan.tuner.rollout import Canary
 
 TARGETS = ("local", "shell", "lws", "dynamo", "llm-d")
+CLUSTER_ONLY = ("--image", "--router-image", "--model-claim", "--name", "--namespace")
+FILES_ONLY = ("--out", "--engine", "--log-dir", "--force")
+LOCAL_ONLY = (
+    *("--python", "--host", "--state", "--start-timeout", "--workload", "--concurrency", "--rate", "--requests"),
+    *("--tolerance", "--no-canary", "--calibration", "--json"),
+)
+IDLE = {
+    "local": (*FILES_ONLY, *CLUSTER_ONLY, "--hosts"),
+    "shell": (*LOCAL_ONLY, *CLUSTER_ONLY),
+    "lws": (*LOCAL_ONLY, "--hosts", "--port"),
+    "dynamo": (*LOCAL_ONLY, "--hosts", "--port", "--router-image"),
+    "llm-d": (*LOCAL_ONLY, "--hosts", "--port", "--router-image"),
+}
+"""By target, the options that do nothing there: giving one is an error."""
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -80,41 +94,101 @@ def deploy(
     plan: params.PlanFile,
     target: params.Target = "local",
     model: params.ServedModel = None,
-    python: params.Python = sys.executable,
-    host: params.Host = "127.0.0.1",
-    port: params.Port = 8000,
+    port: params.EntryPort = None,
+    python: params.LocalPython = None,
+    host: params.Host = None,
     state: params.StateDir = None,
-    start_timeout: params.StartTimeout = "600s",  # type: ignore[assignment]
+    start_timeout: params.DeployTimeout = None,
     workload: params.CanaryWorkload = None,
     concurrency: params.Concurrency = None,
     rate: params.Rate = None,
-    requests: params.Requests = 100,
-    tolerance: params.Tolerance = 25.0,
+    requests: params.Requests = None,
+    tolerance: params.Tolerance = None,
     no_canary: params.NoCanary = False,
     calibration: params.Calibration = None,
     json: params.Json = False,
+    out: params.FilesDir = None,
+    engine: params.EngineRelease = None,
+    log_dir: params.StepLogs = None,
+    hosts: params.Hosts = None,
+    name: params.ClusterName = None,
+    namespace: params.Namespace = None,
+    image: params.Image = None,
+    router_image: params.RouterImage = None,
+    model_claim: params.ModelClaim = None,
+    force: params.Force = False,
 ) -> None:
-    """Put a plan on the engine: start, verify, send a canary load, keep it or bring the old one back."""
+    """Put a plan on this machine's engine, verified; or write the files that put it on others."""
+    given = {f"--{k.replace('_', '-')}": v for k, v in locals().items()}
     options.one_of("--target", target, TARGETS)
+    for option in IDLE[target]:
+        if given[option] not in (None, False):
+            value = "" if given[option] is True else f" {given[option]}"
+            raise InputError(f"{option}{value}: has no effect with --target {target}; leave it out")
     base = options.load_base(plan)
+    if target != "local":
+        cluster = {k: given[k] for k in CLUSTER_ONLY}
+        _write(target, base.deployment, out, force, model, engine, log_dir, hosts, port, cluster)
+        return
     from rackplan.engine.deploy_state import Launch
     from rackplan.engine.machine import engine_release
     from rackplan.tuner.rollout import verify_with
 
     canary, fitted = (
-        (None, None) if no_canary else _judge(base, workload, concurrency, rate, requests, tolerance, calibration)
+        (None, None)
+        if no_canary
+        else _judge(base, workload, concurrency, rate, requests or 100, tolerance or 25.0, calibration)
     )
     launch = Launch(
         deployment=base.deployment,
         device=base.deployment.gpu_spec.device,
-        engine_version=engine_release(python),
+        engine_version=engine_release(python or sys.executable),
         model=model or base.deployment.model_spec.checkpoint or base.deployment.model,
-        python=python,
-        host=host,
-        port=port,
+        python=python or sys.executable,
+        host=host or "127.0.0.1",
+        port=port or 8000,
     )
-    record = _machine(state, start_timeout).deploy(launch, verify_with(canary, fitted, _say))
+    record = _machine(state, start_timeout or 600.0).deploy(launch, verify_with(canary, fitted, _say))
     _print(record.model_dump(mode="json"), json, "show_record")
+
+
+def _write(
+    target: str,
+    deployment: Deployment,
+    out: Path | None,
+    force: bool,
+    model: str | None,
+    engine: str | None,
+    log_dir: str | None,
+    hosts: str | None,
+    port: int | None,
+    cluster: dict[str, str | None],
+) -> None:
+    """Write a target's files, and say what is new against those that are there."""
+    from rackplan.cli.render import files_of
+    from rackplan.engine.changes import restart_needed
+    from rackplan.engine.manifests import DEPLOYMENT
+
+    if out is None:
+        raise InputError(f"--out: missing; give the folder that the files of {target} go into")
+    output.check_folder(out)
+    rendering = files_of(
+        target,
+        deployment,
+        model=model,
+        engine=engine,
+        log_dir=log_dir,
+        hosts=hosts,
+        port=port,
+        cluster=cluster,
+    )
+    before = out / DEPLOYMENT
+    changes = restart_needed(load_deployment(before), deployment) if before.exists() else []
+    for change in changes:
+        _say(f"Changes {change}")
+    for path in rendering.write(out, force=force):
+        print(f"Written: {path}")
+    print("To apply:", *rendering.commands(out), sep="\n  ")
 
 
 def status(state: params.StateDir = None, json: params.Json = False) -> None:

@@ -14,7 +14,6 @@ import typer
 from rackplan.cli import options, output, params
 from rackplan.cli.calibration import calibration_app
 from rackplan.cli.deploy import add_commands
-from rackplan.cli.render import add_render
 from rackplan.engine import GPUS, MODELS, DeployError, InfeasibleError, InputError, load_deployment
 
 BAD_INPUT, INFEASIBLE, NOT_DEPLOYED, INTERRUPTED = 2, 3, 4, 130
@@ -159,7 +158,6 @@ def whatif(
 
 
 add_commands(app)
-add_render(app)
 
 
 def _one_load(concurrency: int | None, rate: float | None) -> None:

@@ -86,9 +86,7 @@ Against = Annotated[
 Served = Annotated[
     Path | None, typer.Option("--deployment", metavar="DEPLOYMENT.yaml", help="What the --against runs ran on.")
 ]
-ProfileFolder = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="A profile, as `rackplan profile` writes it.")
-]
+ProfileFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A profile, as `rackplan profile` writes it.")]
 NewName = Annotated[
     str, typer.Option("--name", parser=options.parse_name("--name", "h200-mine"), metavar="NAME", help="Its name.")
 ]
@@ -116,20 +114,43 @@ ServedModel = Annotated[
     str | None, typer.Option("--model", metavar="PATH", help="What vLLM loads. Default: the model's checkpoint.")
 ]
 Python = Annotated[str, typer.Option("--python", metavar="PATH", help="The interpreter that vLLM is installed for.")]
-Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="What servers bind to.")]
+LocalPython = Annotated[
+    str | None,
+    typer.Option("--python", metavar="PATH", help="local: the interpreter that has vLLM. Default: this one."),
+]
+Host = Annotated[
+    str | None, typer.Option("--host", metavar="ADDRESS", help="local: what servers bind to; 127.0.0.1 unless given.")
+]
 Port = Annotated[int, _whole("--port", 1, "PORT", "Where the deployment answers.", 65_000)]
+EntryPort = Annotated[
+    int | None, _whole("--port", 1, "PORT", "local, shell: where the deployment answers; 8000 unless given.", 65_000)
+]
 StateDir = Annotated[
     Path | None, typer.Option("--state", metavar="DIR", help="Where deployments of this machine are kept track of.")
 ]
 StartTimeout = Annotated[float, _time("--start-timeout", "How long servers may take to be healthy.")]
 CanaryWorkload = Annotated[
-    str | None, typer.Option("--workload", metavar="fixed:ISL/OSL", help="Of the canary. Default: the plan's.")
+    str | None, typer.Option("--workload", metavar="fixed:ISL/OSL", help="local: of the canary. Default: the plan's.")
 ]
-Requests = Annotated[int, _whole("--requests", 1, "N", "Requests of the canary.", 100_000)]
+Requests = Annotated[
+    int | None, _whole("--requests", 1, "N", "local: requests of the canary; 100 unless given.", 100_000)
+]
 Tolerance = Annotated[
-    float, _above_zero("--tolerance", "25", "PCT", "Roll back where measured is worse than predicted by more.")
+    float | None,
+    _above_zero("--tolerance", "25", "PCT", "local: roll back where worse than predicted by more; 25 unless given."),
 ]
-NoCanary = Annotated[bool, typer.Option("--no-canary", help="Keep it once it is healthy and runs what was planned.")]
+NoCanary = Annotated[
+    bool, typer.Option("--no-canary", help="local: keep it once it is healthy and runs what was planned.")
+]
+DeployTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--start-timeout",
+        parser=lambda text: options.parse_duration(text, "--start-timeout"),
+        metavar="TIME",
+        help="local: how long servers may take to be healthy; 600s unless given.",
+    ),
+]
 ProfileDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="The profile's folder; a cut one goes on.")]
 Budget = Annotated[float, _time("--budget", "Wall time that the profile may take.")]
 ProfiledModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or a known name.")]
@@ -148,17 +169,13 @@ Utilization = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")]
 EngineGpu = Annotated[str, typer.Option("--gpu", metavar="GPU", help="|".join(GPUS))]
 
-RenderTarget = Annotated[str, typer.Option("--target", metavar="TARGET", help="shell, lws, dynamo or llm-d.")]
-RenderOut = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")]
+FilesDir = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where the files of another target go.")]
 EngineRelease = Annotated[
     str | None, typer.Option("--engine", metavar="RELEASE", help="vLLM's, 0.33 or 0.32. Default: 0.33; 0.32 on cpu.")
 ]
 StepLogs = Annotated[str | None, typer.Option("--log-dir", metavar="DIR", help="Servers log their steps there.")]
 Hosts = Annotated[
     str | None, typer.Option("--hosts", metavar="A,B", help="shell: the machines, in order. Default: this one.")
-]
-RenderPort = Annotated[
-    int | None, _whole("--port", 1, "PORT", "shell: where the deployment answers; 8000 unless given.", 65_000)
 ]
 ClusterName = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Of the objects. Default: the model.")]
 Namespace = Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="Default: default.")]

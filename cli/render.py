@@ -1,66 +1,39 @@
-"""`rackplan render`: a plan as the files that put it on machines."""
+"""A plan as the files that put it on machines: what `rackplan deploy --target` other than local writes."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import typer
-
-from rackplan.cli import options, output, params
+from rackplan.cli import options
 from rackplan.engine import Deployment, InputError
+
+if TYPE_CHECKING:
+    from rackplan.engine.manifests import Rendering
 
 IMAGES = {"lws": "vllm/vllm-openai:v{release}.0", "llm-d": "vllm/vllm-openai:v{release}.0"}
 """vLLM's own image by target; which Dynamo image has which vLLM is not known here."""
-SHELL_ONLY = ("--hosts", "--port")
-CLUSTER_ONLY = ("--image", "--router-image", "--model-claim", "--name", "--namespace")
 
 
-def render(
-    plan: params.PlanFile,
-    target: params.RenderTarget,
-    out: params.RenderOut,
-    model: params.ServedModel = None,
-    engine: params.EngineRelease = None,
-    log_dir: params.StepLogs = None,
-    hosts: params.Hosts = None,
-    port: params.RenderPort = None,
-    name: params.ClusterName = None,
-    namespace: params.Namespace = None,
-    image: params.Image = None,
-    router_image: params.RouterImage = None,
-    model_claim: params.ModelClaim = None,
-    force: params.Force = False,
-) -> None:
-    """Write the vLLM commands of a plan: a shell script, or manifests for a cluster."""
-    from rackplan.engine.manifests import TARGETS
+def files_of(
+    target: str,
+    deployment: Deployment,
+    *,
+    model: str | None,
+    engine: str | None,
+    log_dir: str | None,
+    hosts: str | None,
+    port: int | None,
+    cluster: Mapping[str, str | None],
+) -> "Rendering":
+    """The files of `target`. `cluster`: its options by name, as they were given. Raises InputError, InfeasibleError."""
     from rackplan.engine.parser_table import ENGINE_VERSIONS
 
-    options.one_of("--target", target, TARGETS)
     if engine is not None:
         options.one_of("--engine", engine, ENGINE_VERSIONS)
-    given = {
-        "--hosts": hosts,
-        "--port": port,
-        "--image": image,
-        "--router-image": router_image,
-        "--model-claim": model_claim,
-        "--name": name,
-        "--namespace": namespace,
-    }
-    idle = (CLUSTER_ONLY if target == "shell" else SHELL_ONLY) + (("--router-image",) if target != "lws" else ())
-    for option in idle:
-        if given[option] is not None:
-            raise InputError(f"{option} {given[option]}: has no effect with --target {target}; leave it out")
-    deployment = options.load_base(plan).deployment
-    output.check_folder(out)
-    rendering = (
-        _shell(deployment, model, engine, log_dir, hosts, port)
-        if target == "shell"
-        else _cluster(target, deployment, model, engine, log_dir, given)
-    )
-    for path in rendering.write(out, force=force):
-        print(f"Written: {path}")
-    print("To apply:", *rendering.commands(out), sep="\n  ")
+    if target == "shell":
+        return _shell(deployment, model, engine, log_dir, hosts, port)
+    return _cluster(target, deployment, model, engine, log_dir, cluster)
 
 
 def _shell(
@@ -70,17 +43,18 @@ def _shell(
     log_dir: str | None,
     hosts: str | None,
     port: int | None,
-) -> Any:
+) -> "Rendering":
+    from rackplan.engine.flags import engine_release
     from rackplan.engine.local_servers import FIRST_PORT_ABOVE
     from rackplan.engine.manifests import render_shell
     from rackplan.engine.placement import Placement
     from rackplan.engine.router_config import needs_router
 
-    eager = deployment.gpu_spec.eager
+    device = deployment.gpu_spec.device
     entry = port or 8000
     placement = Placement(
-        device="cpu" if eager else "cuda",
-        engine_version=engine or ("0.32" if eager else "0.33"),  # type: ignore[arg-type]
+        device=device,
+        engine_version=engine or engine_release(device),  # type: ignore[arg-type]
         model=model,
         hosts=tuple(h.strip() for h in hosts.split(",")) if hosts else (),
         first_port=entry + FIRST_PORT_ABOVE if needs_router(deployment) else entry,
@@ -97,8 +71,8 @@ def _cluster(
     model: str | None,
     engine: str | None,
     log_dir: str | None,
-    given: dict[str, Any],
-) -> Any:
+    given: Mapping[str, str | None],
+) -> "Rendering":
     from rackplan import __version__
     from rackplan.engine.cluster import Cluster
     from rackplan.engine.manifests import render_cluster
@@ -121,8 +95,3 @@ def _cluster(
         log_dir=log_dir,
     )
     return render_cluster(target, deployment, cluster)  # type: ignore[arg-type]
-
-
-def add_render(app: typer.Typer) -> None:
-    """Add `render` to `app`."""
-    app.command()(render)

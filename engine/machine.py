@@ -21,7 +21,8 @@ def watched_environment() -> dict[str, str]:
 def versions(python: str) -> dict[str, str]:
     """Versions of what matters in the environment of `python`. Raises InputError where vLLM is not there."""
     code = (
-        "import importlib.metadata as m, json; have = {d.name.lower(): d.version for d in m.distributions() if d.name};"
+        "import importlib.metadata as m, json; have = {};"
+        "[have.setdefault(d.name.lower(), d.version) for d in m.distributions() if d.name];"
         f"print(json.dumps({{p: have[p] for p in {PACKAGES!r} if p in have}}))"
     )
     try:

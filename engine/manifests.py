@@ -26,6 +26,8 @@ ClusterTarget = Literal["lws", "dynamo", "llm-d"]
 CLUSTER_TARGETS: tuple[str, ...] = get_args(ClusterTarget)
 TARGETS = ("shell", *CLUSTER_TARGETS)
 MANIFESTS = "manifests.yaml"
+DEPLOYMENT = "deployment.yaml"
+"""What a rendering is of; the next one is compared with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ def render_shell(deployment: Deployment, placement: Placement, port: int) -> Ren
     apply = ["bash {out}/serve.sh"]
     if machines > 1:
         apply = [f"bash {{out}}/serve.sh {m}  # on {placement.hosts[m]}" for m in range(machines)]
-    return Rendering(files={"deployment.yaml": deployment.to_yaml(), **files}, apply=tuple(apply))
+    return Rendering(files={DEPLOYMENT: deployment.to_yaml(), **files}, apply=tuple(apply))
 
 
 def render_cluster(target: ClusterTarget, deployment: Deployment, cluster: Cluster) -> Rendering:
@@ -68,7 +70,7 @@ def render_cluster(target: ClusterTarget, deployment: Deployment, cluster: Clust
     `target` or the engine does not carry."""
     check_memory(deployment)
     check_renderable(deployment, cluster.placement(deployment))
-    files = {"deployment.yaml": deployment.to_yaml()}
+    files = {DEPLOYMENT: deployment.to_yaml()}
     kubectl = f"kubectl apply --filename {{out}}/{MANIFESTS}"
     if target != "llm-d":
         make = lws_manifests if target == "lws" else dynamo_manifests

@@ -636,9 +636,9 @@ def plan_file(tmp_path):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_render_writes_the_files_and_says_how_to_apply_them(target, plan_file, tmp_path, capsys):
+def test_deploy_writes_the_files_and_says_how_to_apply_them(target, plan_file, tmp_path, capsys):
     more = {"shell": ["--hosts", "a,b,c,d,e,f"], "dynamo": ["--image", "dynamo:1"]}.get(target, [])
-    args = ["render", str(plan_file), "--target", target, "--out", str(tmp_path / "o"), *more]
+    args = ["deploy", str(plan_file), "--target", target, "--out", str(tmp_path / "o"), *more]
     assert execute(app, "rackplan", args) == 0
     printed = capsys.readouterr().out.splitlines()
     written = [Path(line.removeprefix("Written: ")) for line in printed if line.startswith("Written: ")]
@@ -653,7 +653,7 @@ def test_render_writes_the_files_and_says_how_to_apply_them(target, plan_file, t
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        (["--target", "slurm"], "--target slurm: unknown; one of shell, lws, dynamo, llm-d"),
+        (["--target", "slurm"], "--target slurm: unknown; one of local, shell, lws, dynamo, llm-d"),
         (["--target", "shell", "--image", "x"], "--image x: has no effect with --target shell"),
         (["--target", "lws", "--hosts", "a"], "--hosts a: has no effect with --target lws"),
         (["--target", "llm-d", "--router-image", "x"], "--router-image x: has no effect"),
@@ -664,13 +664,39 @@ def test_render_writes_the_files_and_says_how_to_apply_them(target, plan_file, t
         (["--target", "lws", "--model", "/x"], "--model /x: a path in the pods"),
         (["--target", "shell", "--hosts", "a;b"], "--hosts a;b: not names of machines"),
         (["--target", "shell", "--hosts", "a,b,c,d,e,f,g,h"], "the deployment takes 6 of them; remove g,h"),
+        (["--target", "shell", "--rate", "3"], "--rate 3.0: has no effect with --target shell"),
+        (["--target", "lws", "--no-canary"], "--no-canary: has no effect with --target lws"),
+        (["--target", "local"], "--out"),
         (["--target", "shell"], "--hosts 127.0.0.1: 24 GPUs take 6 machines of 4; name them all"),
     ],
 )
-def test_render_refuses_in_one_line(args, problem, plan_file, tmp_path, capsys):
-    assert execute(app, "rackplan", ["render", str(plan_file), "--out", str(tmp_path / "o"), *args]) == 2
+def test_deploy_refuses_in_one_line(args, problem, plan_file, tmp_path, capsys):
+    assert execute(app, "rackplan", ["deploy", str(plan_file), "--out", str(tmp_path / "o"), *args]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     assert problem in line
     assert not (tmp_path / "o").exists()
+
+
+def test_deploy_says_what_the_next_plan_restarts_before_it_replaces_the_files(plan_file, tmp_path, capsys):
+    out = tmp_path / "o"
+    args = ["deploy", str(plan_file), "--target", "lws", "--out", str(out)]
+    assert execute(app, "rackplan", args) == 0
+    plan = json.loads(plan_file.read_text())
+    decode = next(p for p in plan["deployment"]["pools"] if p["role"] == "decode")
+    decode["max_num_seqs"] //= 2
+    plan_file.write_text(json.dumps(plan))
+    capsys.readouterr()
+    assert execute(app, "rackplan", args) == 2
+    told = capsys.readouterr().err
+    assert "Changes decode.max_num_seqs" in told
+    assert "restarts decode" in told
+    assert "--force to replace it" in told
+    assert execute(app, "rackplan", [*args, "--force"]) == 0
+    assert f"max_num_seqs: {decode['max_num_seqs']}" in (out / "deployment.yaml").read_text()
+
+
+def test_files_of_a_target_need_a_folder(plan_file, capsys):
+    assert execute(app, "rackplan", ["deploy", str(plan_file), "--target", "lws"]) == 2
+    assert "--out: missing; give the folder" in capsys.readouterr().err
