@@ -17,7 +17,8 @@ from rackplan.engine.deploy_state import Launch
 from rackplan.engine.deployment import Deployment
 from rackplan.engine.errors import InputError, RackplanError
 from rackplan.engine.files import write_all
-from rackplan.engine.forward import ForwardRun, finished, time_cases
+from rackplan.engine.forward import ForwardRun, time_cases
+from rackplan.engine.forward_table import done_cases
 from rackplan.engine.local_servers import local_commands, preflight
 from rackplan.engine.machine import git_revision, gpu_names, versions, watched_environment
 from rackplan.engine.profile import FILE, LOAD_SHARES, Profile, ProfileRequest, ServedRun, Status, read_profile
@@ -109,7 +110,7 @@ class Profiler:
                 profile = profile.model_copy(update={"failed_cases": failures})
                 self._save(profile)
             told = f", failed: {', '.join(failed)}" if failed else ""
-            self.report(f"{len(finished(table))} batches on {ranks} rank(s){told}")
+            self.report(f"{len(done_cases(table))} batches on {ranks} rank(s){told}")
         return profile
 
     def _forward_run(self, ranks: int, profile: Profile) -> ForwardRun:
