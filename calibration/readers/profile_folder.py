@@ -33,6 +33,7 @@ class _Run(BaseModel):
     deployment: dict[str, Any]
     status: Literal["done", "failed", "planned"]
     rate_req_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    decode_only: bool = False
 
 
 class Identity(BaseModel):
