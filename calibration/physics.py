@@ -81,8 +81,9 @@ class Coefficients(BaseModel):
     eager_ep_launch_ms: float = Field(0.0, ge=0)
     # each token of the fullest rank: where kernels take longer than their launch they hold up the ones behind
     eager_token_launch_ms: float = Field(0.0, ge=0)
-    # quantiles of launch / mean launch of steps with prompts; empty: always the mean
+    # quantiles of launch / mean launch of steps with prompts; empty: always the mean. Correlation of one with the next
     launch_quantiles: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    launch_correlation: float = Field(0.0, ge=0, lt=1)
     admission_fixed_ms: float = Field(0.0, ge=0)
     admission_token_ms: float = Field(0.0, ge=0)
     # DP sync: ring per hop, recursive doubling per round, NCCL whole
@@ -136,6 +137,7 @@ class PhysicalCost:
     ) -> None:
         self.c = coefficients
         self.launch_quantiles = coefficients.launch_quantiles
+        self.launch_correlation = coefficients.launch_correlation
         self._wave_tokens = coefficients.prefill_wave_tokens
         self.model: ModelSpec = model or deployment.model_spec
         self.gpu: GpuSpec = deployment.gpu_spec
