@@ -152,3 +152,14 @@ def test_pairs_of_one_chunk_cost_more_than_cached_pairs():
     two = cost.shared_ms(16384, 16384, 16384, 2, 1.0).dense
     halved = cost.c.prefill_causal_ms * 16384 * 16384 / 4
     assert one - two + cost.c.prefill_chunk_ms == pytest.approx(halved)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_draws_keep_their_mean_and_follow_one_another(correlation):
+    cost = SpreadCost(floor=60.0)
+    cost.launch_correlation = correlation
+    drawn = DrawnLaunches(cost, np.random.default_rng(1))
+    ms = np.array([drawn.launch_floor_ms(1000, 1) for _ in range(20_000)])
+    assert ms.mean() == pytest.approx(60.0, rel=0.01)
+    runs = [Launches(ms=ms, tokens=np.full(len(ms), 1000.0))]
+    assert launch_correlation(runs) == pytest.approx(correlation, abs=0.05)
