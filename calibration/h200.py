@@ -43,6 +43,7 @@ from rackplan.calibration.served import (
     decode_intervals_ms,
     launch_at_no_tokens_ms,
     launch_correlation,
+    launch_error_ms,
     launch_quantiles,
     launches_of,
     prompt_steps,
@@ -107,7 +108,8 @@ NOTES = (
     "link's. The set-up holds the decode server's front end and the post; it grows by 4 ms with each ms of a step.",
     "decode_48_60000 on DEP2 is left out: 11 ms more than its bytes take, in one row (calibration/h200_rows.py).",
     "Launches of eager steps took 55 to 132 ms, as other processes shared the CPU: they are drawn from the quantiles "
-    "of three runs, and a step waits for the latest rank that prefills. Slow seconds are not modelled.",
+    "of four runs, each following the one before, and a step waits for the latest rank that prefills. Means of runs "
+    "of half a minute lay between 73 and 82 ms on one GPU; DEP2's between 98 and 127, by the day.",
     "Launches within captured sizes come from prompts of 16 new tokens beside decodes; of longer no fit run tells.",
     "With async scheduling off, prefills after 16,384 cached tokens or more took up to 15 % longer than their GPU time "
     "and host work; unexplained, not in the fit.",
@@ -161,6 +163,7 @@ class Fit:
 
     coefficients: dict[str, float]
     launch_quantiles: tuple[float, ...]
+    launch_error_ms: float
     profile_fixed_ms: float
     front: Front
     rows: list[Row]
@@ -236,6 +239,7 @@ def fit() -> Fit:
             "launch_correlation": launch_correlation(one_gpu),
         },
         launch_quantiles=launch_quantiles(eager_launches(steps), token_launch_ms(one_gpu)),
+        launch_error_ms=launch_error_ms(one_gpu),
         profile_fixed_ms=gpu.values["profile_fixed_ms"],
         front=front,
         rows=rows,
@@ -247,6 +251,7 @@ def fit() -> Fit:
 def build() -> CalibrationFile:
     """The whole file: fit, bootstrap intervals, hold-out errors, provenance."""
     found = fit()
+    floor_ms = found.coefficients["eager_floor_ms"]
     decode = MeasuredRange(dep=(1, 2), batch=(1, 512), context_tokens=(1024, 60000), new_tokens=(0, 0), drafts=(0, 0))
     prefill = MeasuredRange(dep=(1, 2), batch=(1, 1), context_tokens=(0, 32768), new_tokens=(128, 32768), drafts=(0, 0))
     return CalibrationFile(
@@ -259,7 +264,10 @@ def build() -> CalibrationFile:
         sources=tuple(f"data/h200_dsv2lite/{name}" for name in SOURCES),
         rows=tuple(r.id for r in found.rows),
         coefficients=Coefficients.model_validate({**found.coefficients, "launch_quantiles": found.launch_quantiles}),
-        coefficient_intervals=bootstrap_intervals(found.gpu, ALL_UNKNOWNS),
+        coefficient_intervals={
+            **bootstrap_intervals(found.gpu, ALL_UNKNOWNS),
+            "eager_floor_ms": (floor_ms - found.launch_error_ms, floor_ms + found.launch_error_ms),
+        },
         transfer=transfer(),
         frontend_ms=found.front.total_ms,
         frontend_token_ms=found.front.token_ms,

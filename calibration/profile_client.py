@@ -55,8 +55,8 @@ def with_frontend(profile: Profile, draft: CalibrationFile) -> CalibrationFile:
             name, front = logged
             note = f"The front end is that of run {name}, by its client's clock and its step log's."
             parts = {"token_ms": front.token_ms, "turn_ms": front.turn_ms, "ms": front.total_ms}
-            update = {f"frontend_{key}": value for key, value in parts.items()}
-            return draft.model_copy(update={**update, "notes": (*draft.notes, note)})
+            logged_terms = {f"frontend_{key}": value for key, value in parts.items()}
+            return draft.model_copy(update={**logged_terms, "notes": (*draft.notes, note)})
         tokens = {key: getattr(base, key) for key in FRONT_TERMS}
         draft = draft.model_copy(update={**tokens, "carried": (*draft.carried, *FRONT_TERMS)})
     found = _beyond_ms(profile, draft, disaggregated=False)

@@ -159,14 +159,15 @@ def _with_ranks(found: Found, steps: list[ServedStep], loop: Loop) -> Found:
 
 
 def _with_hidden_host(found: Found, profile: Profile) -> Found:
-    """The host's work where no step without overlap tells it: of decode steps that async scheduling hides nothing of."""
+    """The host's work where no step without overlap tells it: of decode steps behind eager ones."""
     if not set(HOST) <= set(found.carried):
         return found
     for run in profile.runs:
         pool, logs = run.deployment.pools[0], run.logs.get("", ())
-        if run.deployment.gpus == 1 and pool.async_scheduling and len(logs) == 1:
-            if terms := host_terms(logs[0], pool.max_cudagraph_capture_size):
-                return found.measured(terms).noted(f"Host times are of decode steps behind eager ones in run {run.name}.")
+        one = run.deployment.gpus == 1 and pool.async_scheduling and len(logs) == 1
+        if one and (terms := host_terms(logs[0], pool.max_cudagraph_capture_size)):
+            note = f"Host times are of decode steps behind eager ones in run {run.name}."
+            return found.measured(terms).noted(note)
     return found.noted(f"No served step tells the host's work apart: host times are carried from {CARRIED_FROM}.")
 
 

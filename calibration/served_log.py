@@ -33,8 +33,8 @@ def host_terms(log: StepLog, captured_tokens: int) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """`total_ms`: from client to engine and back, idle; `token_ms`: work on a token of a delivery; `turn_ms`: of each of
-    a request's TURNS, which wait for deliveries."""
+    """`total_ms`: from client to engine and back, idle; `token_ms`: work on a token of a delivery; `turn_ms`: of each
+    of a request's TURNS, which wait for deliveries."""
 
     total_ms: float
     token_ms: float

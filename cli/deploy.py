@@ -95,7 +95,7 @@ def profile(
     _print_missing(fitted)
 
 
-def _print_missing(file: CalibrationFile) -> None:
+def _print_missing(file: "CalibrationFile") -> None:
     """What the fit could not tell, and the runs that would."""
     from rackplan.calibration.missing import missing_runs
 

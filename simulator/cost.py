@@ -96,8 +96,8 @@ class TransferCost:
 
 class Calibration(Protocol):
     """An engine's speed, as measured. `frontend_ms`: API server, tokeniser and first-chunk delivery per request.
-    `frontend_token_ms`, `frontend_turn_ms`: API server's work on a token that it hands on, and on each turn of a request
-    that waits for it (simulator/frontend.py); the turns are part of `frontend_ms`."""
+    `frontend_token_ms`, `frontend_turn_ms`: API server's work on a token that it hands on, and on each turn of a
+    request that waits for it (simulator/frontend.py); the turns are part of `frontend_ms`."""
 
     name: str
     frontend_ms: float

@@ -9,8 +9,8 @@ run with a step log (calibration/served_log.py); each turn waits for the deliver
 
 
 class FrontEnd:
-    """Works `token_ms` on each token of a delivery, and `turn_ms` on each of the TURNS of a request, which wait while it
-    works on tokens. The ranks of an instance have a process each and share its requests evenly.
+    """Works `token_ms` on each token of a delivery, and `turn_ms` on each of the TURNS of a request, which wait while
+    it works on tokens. The ranks of an instance have a process each and share its requests evenly.
 
     Tokens that come while it is behind go out with those before them, as vLLM merges what a stream has not sent: so it
     is never behind by more than one delivery.

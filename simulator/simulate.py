@@ -16,8 +16,8 @@ from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memo
 from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import Calibration
-from rackplan.simulator.garbage import rare_collections
 from rackplan.simulator.frontend import TURNS
+from rackplan.simulator.garbage import rare_collections
 from rackplan.simulator.instance import Instance, TokenGaps
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_transfer import KvTransfers
