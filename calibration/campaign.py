@@ -15,6 +15,7 @@ from rackplan.calibration.file import Transfer
 from rackplan.calibration.readers.bench_serve import read_bench_serve
 from rackplan.calibration.served import Launches, stalls
 from rackplan.engine import Deployment, model_spec, parse_deployment
+from rackplan.engine.deployment import Eplb
 
 CAMPAIGN = Path(__file__).parent / "data" / "h200_dsv2lite" / "campaign"
 MODEL, GPU = "deepseek-v2-lite", "h200"
@@ -59,15 +60,21 @@ def _deployment(pools: list[dict[str, object]], **parts: dict[str, object]) -> D
 
 def served_runs() -> list[CampaignRun]:
     """DEP2 at 8, 12 and 20 req/s, 1P1D at 3, 6 and 10, one GPU with CUDA graphs to 512 and to 4,096 tokens at 6 with
-    fixed and variable lengths. vLLM 0.33 balances ranks by requests and syncs them by recursive doubling; its
-    NixlConnector pulls."""
+    fixed and variable lengths; the canary of a 1P1D deployment at 6; DEP2 at 12 with Zipf routing, EPLB off and on.
+    vLLM 0.33 balances ranks by requests and syncs them by recursive doubling; its NixlConnector pulls."""
     by_requests: dict[str, object] = {"policy": "least_requests"}
     dep2 = _deployment([_pool("aggregated", 2, 512)], router=by_requests, dp_sync={"algorithm": "recursive_doubling"})
     pd = _deployment([_pool(role, 1, 512) for role in ("prefill", "decode")], kv_transfer={"mode": "pull"})
+    eplb = dep2.model_copy(update={"eplb": Eplb(enabled=True, window_steps=200, interval_steps=400)})
+    canary = _deployment(
+        [_pool("prefill", 1, 512), {**_pool("decode", 1, 512), "max_new_kv_loads_per_step": 4}],
+        kv_transfer={"mode": "pull"},
+    )
     on = {name: dep2 for name in ("dep_r8", "dep_r12", "dep_r20")} | {name: pd for name in ("pd_r3", "pd_r6", "pd_r10")}
     for captured in (512, 4096):
         one = _deployment([_pool("aggregated", 1, captured)])
         on |= {f"agg8192_graphs{captured}_{load}": one for load in ("r6", "r6var")}
+    on |= {"pd_deploy_canary": canary, "skew_r12": dep2, "skew_eplb_r12": eplb}
     fitted = (LAUNCH_RUN, TRANSFER_RUN)
     return [CampaignRun(name=name, deployment=d, fitted=name in fitted) for name, d in on.items()]
 

@@ -78,6 +78,8 @@ class CalibrationFile(_Part):
     coefficient_intervals: dict[str, tuple[float, float]] = {}
     transfer: Transfer
     frontend_ms: float = Field(ge=0, le=MOST_MS)
+    frontend_token_ms: float = Field(0.0, ge=0, le=MOST_MS)
+    frontend_turn_ms: float = Field(0.0, ge=0, le=MOST_MS)
     profile_fixed_ms: float = Field(0.0, le=MOST_MS)
     target_sigma: float = Field(ge=0)
     draft_sigma: float = Field(ge=0)
@@ -121,6 +123,7 @@ class FittedCalibration:
         self.file = file
         self.name = file.name
         self.frontend_ms = file.frontend_ms
+        self.frontend_token_ms, self.frontend_turn_ms = file.frontend_token_ms, file.frontend_turn_ms
         self.fixes_off = fixes_off
         changes = _named(file, "older_engines", older) if older else {}
         self.coefficients = file.coefficients.model_copy(update=changes)

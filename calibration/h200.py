@@ -8,6 +8,7 @@ docs/model/calibration.md says why.
 import csv
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -27,34 +28,40 @@ from rackplan.calibration.campaign import (
 )
 from rackplan.calibration.figures import cpu_side
 from rackplan.calibration.file import CalibrationFile, MeasuredRange
-from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, solve, summarise
+from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, summarise
 from rackplan.calibration.gpu_fit import GpuFit
 from rackplan.calibration.h200_rows import DATA, FORWARD_FILES, PROFILES, SERVED_PROMPT, profile_rows, served_rows
 from rackplan.calibration.physics import Coefficients
 from rackplan.calibration.profile_gpu import wave_tokens
 from rackplan.calibration.readers.bench_serve import read_bench_serve
+from rackplan.calibration.readers.profile_folder import ProfileRun, read_profile
 from rackplan.calibration.records import ServedRun
 from rackplan.calibration.rows import Row
 from rackplan.calibration.served import (
     Launches,
     PromptSteps,
     decode_intervals_ms,
-    frontend_ms,
     launch_at_no_tokens_ms,
+    launch_correlation,
+    launch_error_ms,
     launch_quantiles,
     launches_of,
     prompt_steps,
     token_launch_ms,
 )
+from rackplan.calibration.served_log import Front, front_of, host_terms
 from rackplan.engine import Deployment, gpu_spec, model_spec, parse_deployment
 
 SERVED_RUNS = {rate: PROFILES / f"bench_serve_agg8192_{rate}_2048x256.json.gz" for rate in ("r4", "r12")}
+PROFILE, LOGGED_RUN = PROFILES / "profile_dep1", "dep1_load0"
+"""A profile folder with step logs, and which of its served runs enters the fit; the others are checks."""
 SOURCES = (
     *FORWARD_FILES,
     "engine_loop_steps_1gpu.csv",
     *(path.name for path in SERVED_RUNS.values()),
     *(f"campaign/{name}" for name in (SYNC_FILE, NIXL_FILE, PROXY_FILE)),
     *(f"campaign/bench_serve_{run}.json.gz" for run in (LAUNCH_RUN, TRANSFER_RUN)),
+    *(f"profile_dep1/{name}.gz" for name in (f"serve_{LOGGED_RUN}.json", f"steps_{LOGGED_RUN}.dp0.jsonl")),
 )
 SERVED_WEIGHT = 0.25
 """Served rows lie close together, at one context and one prompt length: four count as one exact batch."""
@@ -101,7 +108,8 @@ NOTES = (
     "link's. The set-up holds the decode server's front end and the post; it grows by 4 ms with each ms of a step.",
     "decode_48_60000 on DEP2 is left out: 11 ms more than its bytes take, in one row (calibration/h200_rows.py).",
     "Launches of eager steps took 55 to 132 ms, as other processes shared the CPU: they are drawn from the quantiles "
-    "of three runs, and a step waits for the latest rank that prefills. Slow seconds are not modelled.",
+    "of four runs, each following the one before, and a step waits for the latest rank that prefills. Means of runs "
+    "of half a minute lay between 73 and 82 ms on one GPU; DEP2's between 98 and 127, by the day.",
     "Launches within captured sizes come from prompts of 16 new tokens beside decodes; of longer no fit run tells.",
     "With async scheduling off, prefills after 16,384 cached tokens or more took up to 15 % longer than their GPU time "
     "and host work; unexplained, not in the fit.",
@@ -127,8 +135,9 @@ def _one_token_experts_ms(values: dict[str, float], batch: Batch) -> float:
     return sum(terms.values()) - terms["moe"] + alone["moe"]
 
 
-def fit_host(values: dict[str, float]) -> tuple[dict[str, float], list[float]]:
-    """Host work of a step and of a request, and the errors in % of the loop's wall times that it leaves.
+def loop_pct(values: dict[str, float]) -> list[float]:
+    """Errors in % of the wall times of the engine's loop in one process, which no fit uses: it works through the tokens
+    too, what a server leaves to its front end.
 
     Without async scheduling a decode step takes GPU + host. The first steps of a repeat hold prefills. Requests of one
     prompt make the same tokens: steps of 8 to 64 of them took less than the GPU time of as many unlike requests.
@@ -144,19 +153,19 @@ def fit_host(values: dict[str, float]) -> tuple[dict[str, float], list[float]]:
     wall = np.array([r.measured_ms for r in rows])
     gpu = np.array([_one_token_experts_ms(values, r.batch) for r in rows])
     requests = np.array([r.batch.decodes for r in rows])
-    unknowns = {"host_step_ms": Unknown(2.0, 0, 50), "host_request_ms": Unknown(0.02, 0, 1)}
-    found = solve(unknowns, lambda v: (gpu + v["host_step_ms"] + v["host_request_ms"] * requests) / wall - 1)
-    return found.values, (found.residuals * 100).tolist()
+    predicted = gpu + values["host_step_ms"] + values["host_request_ms"] * requests
+    return ((predicted / wall - 1) * 100).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """All that is found: coefficients by name, the front end's ms, the GPU solution and its rows, host errors in %."""
+    """All that is found: coefficients by name, the front end, the GPU solution and its rows, host errors in %."""
 
     coefficients: dict[str, float]
     launch_quantiles: tuple[float, ...]
+    launch_error_ms: float
     profile_fixed_ms: float
-    frontend_ms: float
+    front: Front
     rows: list[Row]
     gpu: Solution
     host_pct: list[float]
@@ -190,6 +199,12 @@ def served_runs() -> list[ServedRun]:
     return [read_bench_serve(path) for path in SERVED_RUNS.values()]
 
 
+@lru_cache(maxsize=1)
+def profile_runs() -> dict[str, ProfileRun]:
+    """The served runs of the profile folder that is embedded, by name."""
+    return {run.name: run for run in read_profile(PROFILE).runs}
+
+
 def served_deployment() -> Deployment:
     """What the served runs ran on: one GPU, chunks of 8,192 tokens, 512 sequences, async scheduling."""
     pool = {"role": "aggregated", "instances": 1, "dep": 1, "max_num_batched_tokens": 8192, "max_num_seqs": 512}
@@ -207,29 +222,36 @@ def fit() -> Fit:
     intervals = decode_intervals_ms(runs)
     rows = profile_rows() + served_rows(intervals.items())
     gpu = GPU_FIT.fit(rows)
-    host, host_pct = fit_host(gpu.values)
-    steps = [prompt_steps(run) for run in runs]
-    front_ms = frontend_ms(steps)
+    logged = profile_runs()[LOGGED_RUN]
+    steps = [prompt_steps(run) for run in (*runs, logged.served)]
+    one_gpu = eager_launches(steps)[:-1]
+    (log,) = logged.logs[""]
+    front = front_of(logged.served, log)
+    assert front is not None
+    host = host_terms(log, CAPTURED_TOKENS)
     return Fit(
         coefficients={
             **cpu_side(),
             **dp_sync_ms(),
             **GPU_FIT.coefficients(gpu.values),
             **host,
-            **launch_floors_ms(steps, lone_prompt_ms() - front_ms),
+            **launch_floors_ms(steps, lone_prompt_ms() - front.total_ms),
+            "launch_correlation": launch_correlation(one_gpu),
         },
-        launch_quantiles=launch_quantiles(eager_launches(steps), token_launch_ms(eager_launches(steps)[:-1])),
+        launch_quantiles=launch_quantiles(eager_launches(steps), token_launch_ms(one_gpu)),
+        launch_error_ms=launch_error_ms(one_gpu),
         profile_fixed_ms=gpu.values["profile_fixed_ms"],
-        frontend_ms=front_ms,
+        front=front,
         rows=rows,
         gpu=gpu,
-        host_pct=host_pct,
+        host_pct=loop_pct({**gpu.values, **host}),
     )
 
 
 def build() -> CalibrationFile:
     """The whole file: fit, bootstrap intervals, hold-out errors, provenance."""
     found = fit()
+    floor_ms = found.coefficients["eager_floor_ms"]
     decode = MeasuredRange(dep=(1, 2), batch=(1, 512), context_tokens=(1024, 60000), new_tokens=(0, 0), drafts=(0, 0))
     prefill = MeasuredRange(dep=(1, 2), batch=(1, 1), context_tokens=(0, 32768), new_tokens=(128, 32768), drafts=(0, 0))
     return CalibrationFile(
@@ -237,14 +259,19 @@ def build() -> CalibrationFile:
         model=MODEL,
         gpu=GPU,
         engine_version="vLLM 0.33.0",
-        date="2026-11-29",
+        date="2026-11-30",
         command="python -m rackplan.calibration.h200",
         sources=tuple(f"data/h200_dsv2lite/{name}" for name in SOURCES),
         rows=tuple(r.id for r in found.rows),
         coefficients=Coefficients.model_validate({**found.coefficients, "launch_quantiles": found.launch_quantiles}),
-        coefficient_intervals=bootstrap_intervals(found.gpu, ALL_UNKNOWNS),
+        coefficient_intervals={
+            **bootstrap_intervals(found.gpu, ALL_UNKNOWNS),
+            "eager_floor_ms": (floor_ms - found.launch_error_ms, floor_ms + found.launch_error_ms),
+        },
         transfer=transfer(),
-        frontend_ms=found.frontend_ms,
+        frontend_ms=found.front.total_ms,
+        frontend_token_ms=found.front.token_ms,
+        frontend_turn_ms=found.front.turn_ms,
         profile_fixed_ms=found.profile_fixed_ms,
         target_sigma=found.coefficients["routing_sigma"],
         draft_sigma=0.0,

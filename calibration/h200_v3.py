@@ -191,6 +191,8 @@ def draft_of(values: dict[str, float]) -> CalibrationFile:
         coefficients=coefficients,
         transfer=Transfer.model_validate(carried),
         frontend_ms=base.frontend_ms,
+        frontend_token_ms=base.frontend_token_ms,
+        frontend_turn_ms=base.frontend_turn_ms,
         target_sigma=0.0,
         draft_sigma=0.0,
         measured={"decode": decode, "prefill": prefill},

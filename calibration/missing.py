@@ -38,6 +38,11 @@ _RUNS = (
         ("frontend_ms",),
     ),
     MissingRun(
+        "an aggregated load of one rank with the step log on, client on the same machine, prompts of one length",
+        "client and log share a clock: what the front end works on each token, and requests wait for it",
+        ("frontend_token_ms", "frontend_turn_ms"),
+    ),
+    MissingRun(
         "an aggregated load of one rank, prompts past the captured sizes, 60 of them or more beside decodes",
         "launches of eager steps, what tokens add, and their spread, decide TTFT where the host is slow",
         ("eager_floor_ms", "eager_token_launch_ms", "launch_quantiles"),

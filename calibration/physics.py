@@ -7,19 +7,16 @@ outside the measured range still scales as the hardware does. Equations and limi
 
 import math
 from functools import lru_cache
-from statistics import NormalDist
 from typing import Annotated
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from rackplan.calibration.experts import experts_touched
 from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
 from rackplan.simulator.cost import FloatArray, SharedTime
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 """Token counts that vLLM captures CUDA graphs for by default; beyond 512 the step 16 goes on to the knob's limit."""
-
-
 MOST_EFFICIENCY = 1e3
 """Of a GPU's peak no share is above 1; the rates of a CPU are nominal."""
 
@@ -67,7 +64,7 @@ class Coefficients(BaseModel):
     prefill_chunk_ms: float = Field(0.0, ge=0)
     # new tokens of a rank that fill the multiprocessors with query tiles once: fewer leave some idle over the context
     prefill_wave_tokens: float = Field(0.0, ge=0)
-    # what a pair within a chunk takes beyond one with a cached token: causal attention fills its tiles less
+    # a pair within a chunk beyond one with a cached token: causal attention fills its tiles less
     prefill_causal_ms: float = Field(0.0, ge=0)
     # host
     host_step_ms: float = Field(ge=0)
@@ -75,14 +72,14 @@ class Coefficients(BaseModel):
     host_jitter_ms: float = Field(0.0, ge=0)
     piecewise_floor_ms: float = Field(0.0, ge=0)
     eager_floor_ms: float = Field(0.0, ge=0)
-    # eager_floor_ms is a prompt's alone; requests that decode beside it (attention of a second kind) add to the launch,
-    # and so do dispatch and combine where an instance has several GPUs
+    # eager_floor_ms is a prompt's alone; decodes beside it (attention of a second kind) add, as do dispatch and combine
     eager_decode_launch_ms: float = Field(0.0, ge=0)
     eager_ep_launch_ms: float = Field(0.0, ge=0)
     # each token of the fullest rank: where kernels take longer than their launch they hold up the ones behind
     eager_token_launch_ms: float = Field(0.0, ge=0)
-    # quantiles of launch / mean launch of steps with prompts; empty: always the mean
+    # quantiles of launch / mean launch of steps with prompts; empty: always the mean. Correlation of one with the next
     launch_quantiles: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    launch_correlation: float = Field(0.0, ge=0, lt=1)
     admission_fixed_ms: float = Field(0.0, ge=0)
     admission_token_ms: float = Field(0.0, ge=0)
     # DP sync: ring per hop, recursive doubling per round, NCCL whole
@@ -100,28 +97,6 @@ def padded_tokens(tokens: int, capture_limit: int) -> int:
     return min(-(-tokens // 16) * 16, capture_limit)
 
 
-@lru_cache(maxsize=256)
-def _choice_shares(experts: int, top_k: int, sigma: float) -> np.ndarray:
-    """Chance that a token chooses each expert (experts,), adding up to `top_k`: log-normal weights, none above 1."""
-    # The standard library's quantile: scipy.special takes as long to import as a small run takes.
-    normal = NormalDist()
-    weights = np.exp(sigma * np.array([normal.inv_cdf((i + 0.5) / experts) for i in range(experts)]))
-    sure = np.zeros(experts, dtype=bool)
-    while True:
-        shares = np.where(sure, 1.0, weights * (top_k - sure.sum()) / weights[~sure].sum())
-        if not (shares > 1.0).any():
-            return shares
-        sure |= shares >= 1.0
-
-
-@lru_cache(maxsize=65536)
-def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0) -> float:
-    """Expected number of experts that at least one of `tokens` chooses; `sigma`: skew of their popularity."""
-    if sigma == 0.0:
-        return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
-    return float((1.0 - (1.0 - _choice_shares(experts, top_k, sigma)) ** tokens).sum())
-
-
 class PhysicalCost:
     """`PoolCost` of one pool from specs and coefficients. `fixes_off`: engine fixes to undo (see EngineFix); `model`:
     what a profile ran in place of the deployment's model, e.g. some of its layers."""
@@ -136,6 +111,7 @@ class PhysicalCost:
     ) -> None:
         self.c = coefficients
         self.launch_quantiles = coefficients.launch_quantiles
+        self.launch_correlation = coefficients.launch_correlation
         self._wave_tokens = coefficients.prefill_wave_tokens
         self.model: ModelSpec = model or deployment.model_spec
         self.gpu: GpuSpec = deployment.gpu_spec

@@ -6,11 +6,13 @@ from rackplan.calibration.file import CalibrationFile, FittedCalibration, Transf
 from rackplan.calibration.library import calibration_file
 from rackplan.calibration.profile_gpu import CARRIED_FROM
 from rackplan.calibration.readers.profile_folder import Profile, ProfileRun
+from rackplan.calibration.served_log import Front, front_of
 from rackplan.calibration.serving import ttft_beyond_ms
 from rackplan.engine import Deployment, gpu_spec
 
 TRANSFER_SHARE_OF_LINK = 0.6
 """Of one way of the link: what a hand-over reaches where none was measured."""
+FRONT_TERMS = ("frontend_token_ms", "frontend_turn_ms")
 NO_TRANSFER = Transfer(setup_ms=0.0, per_block_ms=0.0, gb_per_s=1e6, block_tokens=16)
 
 
@@ -35,11 +37,30 @@ def _beyond_ms(profile: Profile, draft: CalibrationFile, disaggregated: bool) ->
     return name, max(0.0, least_ms)
 
 
+def _logged_front(profile: Profile) -> tuple[str, Front] | None:
+    """(run, its front end), of the runs whose client and step log share a clock the one with least."""
+    found = []
+    for run in profile.runs:
+        logs = run.logs.get("", ())
+        if run.deployment.gpus == 1 and len(logs) == 1 and (front := front_of(run.served, logs[0])):
+            found.append((run.name, front))
+    return min(found, key=lambda x: x[1].total_ms, default=None)
+
+
 def with_frontend(profile: Profile, draft: CalibrationFile) -> CalibrationFile:
     """With the front end that aggregated runs show, carried where there is none."""
+    base = calibration_file(CARRIED_FROM)
+    if profile.identity.time_kind == "gpu":
+        if logged := _logged_front(profile):
+            name, front = logged
+            note = f"The front end is that of run {name}, by its client's clock and its step log's."
+            parts = {"token_ms": front.token_ms, "turn_ms": front.turn_ms, "ms": front.total_ms}
+            logged_terms = {f"frontend_{key}": value for key, value in parts.items()}
+            return draft.model_copy(update={**logged_terms, "notes": (*draft.notes, note)})
+        tokens = {key: getattr(base, key) for key in FRONT_TERMS}
+        draft = draft.model_copy(update={**tokens, "carried": (*draft.carried, *FRONT_TERMS)})
     found = _beyond_ms(profile, draft, disaggregated=False)
     if found is None:
-        base = calibration_file(CARRIED_FROM)
         note = f"The front end is carried from {CARRIED_FROM}: no aggregated run was measured."
         update = {"frontend_ms": base.frontend_ms, "carried": (*draft.carried, "frontend_ms")}
         return draft.model_copy(update={**update, "notes": (*draft.notes, note)})

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rackplan.calibration.experts import experts_touched
 from rackplan.calibration.fit import Unknown
 from rackplan.calibration.gpu_fit import PROFILE_FIXED, GpuFit
 from rackplan.calibration.library import calibration_file
-from rackplan.calibration.physics import experts_touched
 from rackplan.calibration.rows import Row
 from rackplan.engine import GpuSpec, InputError, ModelSpec, gpu_spec, model_spec
 

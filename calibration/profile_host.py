@@ -21,6 +21,7 @@ from rackplan.calibration.served import (
     Launches,
     decode_intervals_ms,
     launch_at_no_tokens_ms,
+    launch_correlation,
     launch_quantiles,
     prompt_steps,
     token_launch_ms,
@@ -145,6 +146,7 @@ def launch_terms(runs: Iterable[ProfileRun], cost: PhysicalCost) -> dict[str, An
         terms |= {"eager_floor_ms": launch_at_no_tokens_ms(past, token_ms), "eager_token_launch_ms": token_ms}
         if sum(len(e.ms) for e in past) >= LAUNCHES_FOR_SPREAD:
             terms["launch_quantiles"] = launch_quantiles(past, token_ms)
+            terms["launch_correlation"] = launch_correlation(past)
     return terms
 
 

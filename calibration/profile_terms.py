@@ -21,6 +21,7 @@ from rackplan.calibration.profile_host import (
     several_ranks_ms,
 )
 from rackplan.calibration.readers.profile_folder import Profile
+from rackplan.calibration.served_log import host_terms
 from rackplan.engine import model_spec
 
 HOST = ("host_step_ms", "host_request_ms")
@@ -76,6 +77,7 @@ def coefficients_of(profile: Profile, fit: GpuFit, solution: Solution, errors: d
     steps = _steps(profile, fit, solution)
     found = _with_loop(found, [s for s in steps if s.dep == 1] or steps, steps, wall)
     if not wall:
+        found = _with_hidden_host(found, profile)
         cost = fit.cost(solution.values, 1, served=True)
         found = _with_launches(found, launch_terms(profile.runs, cost))
     return found
@@ -107,10 +109,9 @@ def _with_loop(found: Found, alone: list[ServedStep], steps: list[ServedStep], w
     """The loop's work of a step and of a request. Where host and device are one it makes the step itself longer."""
     loop = fit_loop(alone)
     if loop is None:
-        what = (
-            "their time beyond the exact batches is unknown" if wall else f"host times are carried from {CARRIED_FROM}"
-        )
-        return found.noted(f"No served step without overlap of host and GPU was measured: {what}.")
+        if not wall:
+            return found
+        return found.noted("No served step was measured: their time beyond the exact batches is unknown.")
     c = dict(found.coefficients)
     shorter = min(loop.shorter_ms, c["step_fixed_ms"])
     if wall:
@@ -155,6 +156,19 @@ def _with_ranks(found: Found, steps: list[ServedStep], loop: Loop) -> Found:
         f"comm_fixed_ms is what served steps of {dep} ranks take beyond one rank's: dispatch, combine and sync in one."
     )
     return found.measured({"comm_fixed_ms": extra}).noted(note)
+
+
+def _with_hidden_host(found: Found, profile: Profile) -> Found:
+    """The host's work where no step without overlap tells it: of decode steps behind eager ones."""
+    if not set(HOST) <= set(found.carried):
+        return found
+    for run in profile.runs:
+        pool, logs = run.deployment.pools[0], run.logs.get("", ())
+        one = run.deployment.gpus == 1 and pool.async_scheduling and len(logs) == 1
+        if one and (terms := host_terms(logs[0], pool.max_cudagraph_capture_size)):
+            note = f"Host times are of decode steps behind eager ones in run {run.name}."
+            return found.measured(terms).noted(note)
+    return found.noted(f"No served step tells the host's work apart: host times are carried from {CARRIED_FROM}.")
 
 
 def _with_launches(found: Found, floors: dict[str, Any]) -> Found:

@@ -20,6 +20,8 @@ STALL_MS = 45.0
 """A wait between two tokens that only an eager launch makes: decode steps take 4 to 15 ms, the launches 55 and more."""
 SAME_STALL_S = 0.006
 QUANTILES = 21
+Z90 = 1.645
+"""A normal variable is within so many standard deviations in 90 % of cases."""
 SAME_STEP_S = 0.0012
 """Tokens that come closer together than this left the engine in one step."""
 
@@ -49,14 +51,12 @@ class PromptSteps:
     Under async scheduling the host begins a step, launches it, waits for the step before and hands on its tokens; so
     the tokens of two steps leave a launch apart, and a prompt's first token leaves after the next step's launch.
     `new_tokens`: most prompt tokens of one request in the step; `tokens`: of all that end in it; `launch_ms`: between
-    the deliveries around its launch; `seen_ms`: from arrival to the middle of the interval in which the host had to see
-    the request, by request.
+    the deliveries around its launch; in the order of time.
     """
 
     new_tokens: np.ndarray
     tokens: np.ndarray
     launch_ms: np.ndarray
-    seen_ms: np.ndarray
 
 
 def prompt_steps(run: ServedRun) -> PromptSteps:
@@ -66,17 +66,15 @@ def prompt_steps(run: ServedRun) -> PromptSteps:
     first = np.array([t[0] for t in run.token_s])
     last = np.array([t[-1] for t in run.token_s])
     steps: dict[int, tuple[int, int, float]] = {}
-    seen_ms = []
     prompts = run.input_tokens - (0 if run.cached_tokens is None else run.cached_tokens)
-    for start, own, prompt in zip(run.start_s, first, prompts, strict=True):
+    for own, prompt in zip(first, prompts, strict=True):
         at = int(np.searchsorted(step_s, own, side="right")) - 1
         if at < 3 or not ((first < step_s[at - 3]) & (last > own)).any():
             continue  # nobody was decoding: no delivery tells when the host began
         most, others, _ = steps.get(at, (0, 0, 0.0))
         steps[at] = max(most, int(prompt)), others + int(prompt), (step_s[at - 1] - step_s[at - 2]) * 1e3
-        seen_ms.append(((step_s[at - 3] + step_s[at - 2]) / 2 - start) * 1e3)
-    new_tokens, tokens, launch_ms = np.array(list(steps.values())).reshape(-1, 3).T
-    return PromptSteps(new_tokens=new_tokens, tokens=tokens, launch_ms=launch_ms, seen_ms=np.array(seen_ms))
+    new_tokens, tokens, launch_ms = np.array([steps[at] for at in sorted(steps)]).reshape(-1, 3).T
+    return PromptSteps(new_tokens=new_tokens, tokens=tokens, launch_ms=launch_ms)
 
 
 def launches_of(steps: list[PromptSteps], captured_tokens: int, eager: bool) -> list["Launches"]:
@@ -121,6 +119,21 @@ def launch_quantiles(runs: list[Launches], token_ms: float) -> tuple[float, ...]
     return tuple(float(q) for q in found)
 
 
+def launch_correlation(runs: list[Launches]) -> float:
+    """Of the logarithm of a launch with that of the one before it in its run, over runs of means of their own."""
+    logs = [np.log(r.ms) - np.log(r.ms).mean() for r in runs if len(r.ms) > 1]
+    spread = sum(float((x**2).mean()) * (len(x) - 1) for x in logs)
+    return max(0.0, sum(float(x[1:] @ x[:-1]) for x in logs) / spread) if spread else 0.0
+
+
+def launch_error_ms(runs: list[Launches]) -> float:
+    """Half of the 90 % interval of the mean launch of `runs`: as each follows the one before, a run of n launches holds
+    fewer that tell anew."""
+    correlation = launch_correlation(runs)
+    count = sum(len(r.ms) for r in runs) * (1 - correlation) / (1 + correlation)
+    return Z90 * float(np.concatenate([r.ms for r in runs]).std() / np.sqrt(count))
+
+
 def stalls(run: ServedRun) -> Launches:
     """Launches of eager steps that running requests waited for: the wait and the step before it, by which the host was
     ahead. For workers in processes of their own, whose tokens do not wait for the next launch too.
@@ -143,9 +156,3 @@ def stalls(run: ServedRun) -> Launches:
             ms.append(np.median(launch_ms[step == i]))
             tokens.append(float(run.input_tokens[with_it][0]))
     return Launches(ms=np.array(ms), tokens=np.array(tokens))
-
-
-def frontend_ms(steps: list[PromptSteps]) -> float:
-    """Time between client and engine in both directions. A request is seen at the first step that the host begins
-    after it came; over many, that is half a step's interval later."""
-    return float(np.median(np.concatenate([s.seen_ms for s in steps])))

@@ -132,7 +132,7 @@ def _v2_lite_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     rows = [
         row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)
     ]
-    return rows + _served_rows(calibration) + _campaign_rows(calibration)
+    return rows + _served_rows(calibration) + _logged_rows(calibration) + _campaign_rows(calibration)
 
 
 def _served_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
@@ -142,6 +142,15 @@ def _served_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
         for rate, path in h200.SERVED_RUNS.items()
         for row in _replay_rows(rate, path, h200.served_deployment(), calibration, "fit")
     ]
+
+
+def _logged_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+    """Replays of the profile folder's served runs: one is a fit row, of launches, host and front end."""
+    rows = []
+    for run in h200.profile_runs().values():
+        role = "fit" if run.name == h200.LOGGED_RUN else "check"
+        rows += _replay_rows(run.name, run.path, run.deployment, calibration, role)
+    return [row for row in rows if row["what"].endswith(CAMPAIGN_METRICS)]
 
 
 def _campaign_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from rackplan.cli import options, output, params
 from rackplan.engine import GPUS, MODELS, Deployment, InputError, load_deployment, model_spec
 
 if TYPE_CHECKING:
-    from rackplan.calibration.file import FittedCalibration
+    from rackplan.calibration.file import CalibrationFile, FittedCalibration
     from rackplan.engine.local import Machine
     from rackplan.tuner.rollout import Canary
 
@@ -80,8 +80,12 @@ def profile(
         max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
     )
+    from rackplan.calibration.library import load_calibration
+
     if dry_run:
         print(*describe_plan(request), sep="\n")
+        if (out / "calibration.json").exists():
+            _print_missing(load_calibration(str(out / "calibration.json")).file)
         return
     from rackplan.calibration.profile import fit_profile
     from rackplan.engine.profile_run import Profiler
@@ -90,6 +94,16 @@ def profile(
     fitted = fit_profile(out, out.name)
     fitted.save(out / "calibration.json")
     print(f"Written: {out / 'profile.json'}, {out / 'calibration.json'}")
+    _print_missing(fitted)
+
+
+def _print_missing(file: "CalibrationFile") -> None:
+    """What the fit could not tell, and the runs that would."""
+    from rackplan.calibration.missing import missing_runs
+
+    for run in missing_runs(file):
+        terms = f" ({', '.join(run.terms)})" if run.terms else ""
+        print(f"Not measured: {run.why}{terms}; would tell: {run.run}")
 
 
 def deploy(

@@ -23,17 +23,18 @@ Status = Literal["planned", "done", "failed"]
 
 
 class ServedRun(BaseModel):
-    """One served load of a profile. `rate_req_s` is None where `concurrency` requests were kept in flight.
-    `decode_only`: the prompts' KV was filled in, not computed."""
+    """One served load of a profile. `rate_req_s` is None where `concurrency` requests were kept in flight;
+    `decode_only`: the prompts' KV was filled in, not computed. What a fit finds in the results themselves may be
+    missing where a folder was put together by hand."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    name: str
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str = Field(min_length=1, pattern=r"^[\w.-]+$")
     deployment: dict[str, Any]
-    rate_req_s: float | None = None
+    rate_req_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     concurrency: int | None = None
-    prompts: int
-    input_tokens: int
-    output_tokens: int
+    prompts: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
     decode_only: bool = False
     status: Status = "planned"
     reason: str | None = None
@@ -41,19 +42,20 @@ class ServedRun(BaseModel):
 
 class Profile(BaseModel):
     """profile.json: what identifies a profile, and how far it has come. `time_kind`: forward rows are GPU time, or wall
-    time of host and device together; `failed_cases`: batches that the engine could not run, by file."""
+    time of host and device together; `failed_cases`: batches that the engine could not run, by file. Keys of a user's
+    own are kept."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="allow")
     format: Literal[1] = 1
     model: str
     gpu: str
     engine_version: str
     date: str
     command: str
-    git_revision: str | None
-    versions: dict[str, str]
-    gpus: list[str]
-    environment: dict[str, str]
+    git_revision: str | None = None
+    versions: dict[str, str] = {}
+    gpus: list[str] = []
+    environment: dict[str, str] = {}
     time_kind: Literal["gpu", "wall"]
     failed_cases: dict[str, list[str]] = {}
     runs: list[ServedRun] = Field(default_factory=list)
@@ -170,4 +172,5 @@ def read_profile(folder: Path) -> Profile:
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
-        raise InputError(f"{path}: {where}: {first['msg'].lower()}; write the profile anew") from None
+        problem = f"{first['msg'].lower()} (got {first.get('input')!r:.60})"
+        raise InputError(f"{path}: {where}: {problem}; correct it, or write the profile anew") from None

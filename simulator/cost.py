@@ -31,10 +31,11 @@ class PoolCost(Protocol):
     """Step costs of one pool, bound to its width, drafts and options. All times are ms, all coefficients >= 0.
 
     `launch_quantiles`: how far the launches of steps with prompts spread, as quantiles of launch / mean launch at equal
-    shares from 0 to 1; empty where a launch always takes its mean.
+    shares from 0 to 1; empty where a launch always takes its mean. `launch_correlation`: of one draw with the next.
     """
 
     launch_quantiles: tuple[float, ...]
+    launch_correlation: float
 
     def attention_ms(
         self,
@@ -94,10 +95,14 @@ class TransferCost:
 
 
 class Calibration(Protocol):
-    """An engine's speed, as measured. `frontend_ms`: API server, tokeniser and first-chunk delivery per request."""
+    """An engine's speed, as measured. `frontend_ms`: API server, tokeniser and first-chunk delivery per request.
+    `frontend_token_ms`, `frontend_turn_ms`: API server's work on a token that it hands on, and on each turn of a
+    request that waits for it (simulator/frontend.py); the turns are part of `frontend_ms`."""
 
     name: str
     frontend_ms: float
+    frontend_token_ms: float
+    frontend_turn_ms: float
 
     def pool_cost(self, deployment: Deployment, pool: Pool) -> PoolCost:
         """Step costs of `pool`. Raises InputError where the deployment is not of the calibrated model and GPU."""

@@ -13,6 +13,7 @@ import simpy
 
 from rackplan.simulator.accounting import GpuTime
 from rackplan.simulator.clock import Clock
+from rackplan.simulator.frontend import TURNS, FrontEnd
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.ranks import Ranks
 from rackplan.simulator.request import NS_PER_MS, Request
@@ -61,6 +62,8 @@ class Instance:
         self.kv_loading = 0
         self._batch = self.ranks.batch
         self._run: StepRun | None = None  # the run of steps under way, where an arrival may cut it
+        token_ms = model.frontend_token_ms
+        self._frontend = FrontEnd(token_ms, model.frontend_turn_ms, model.pool.dep) if token_ms else None
         self._lead_ms = 0.0  # how far the host is ahead of the GPU
         self._seen_ms = 0.0  # how long before the step's end the scheduler looks at its queue
         self._sync_ms = model.cost.dp_sync_ms()
@@ -75,6 +78,21 @@ class Instance:
         """Queue a request on its rank, now."""
         self.ranks.add(seq)
         self._stir(seq.rank, seq.kv_loaded)
+
+    def receive(self, seq: Sequence) -> None:
+        """Take a request in at the front end, which queues it on its rank when it has had its turns."""
+        if self._frontend:
+            self._turn((seq, TURNS))
+        else:
+            self.submit(seq)
+
+    def _turn(self, waiting: tuple[Sequence, int]) -> None:
+        seq, turns = waiting
+        if turns and self._frontend:
+            self.env.after(self._frontend.turn_done_ns(self.env.now), self._turn, (seq, turns - 1))
+            return
+        seq.ready_ns = self.env.now
+        self.submit(seq)
 
     def release(self, seq: Sequence) -> None:
         """A hand-over is done: the prompt's KV on this prefill instance may be evicted from now on."""
@@ -130,6 +148,8 @@ class Instance:
                 continue
             run = self._next_run(plans)
             self._run = run if isinstance(run, StepRun) else None
+            if self._frontend:
+                self._frontend.passing(run, batch.running)
             self._deliver(run.delivery_ns)  # may start hand-overs, which take KV from this run
             while True:
                 try:
@@ -171,6 +191,8 @@ class Instance:
         if not self.ranks.outputs:
             return
         outputs, self.ranks.outputs = self.ranks.outputs, []
+        if self._frontend:
+            delay_ns += self._frontend.work_ns(max(1, self._batch.running))
         for seq, ended in outputs:
             if seq.first_token_ns < 0 and not self._prefills:
                 seq.first_token_ns = self.env.now + delay_ns

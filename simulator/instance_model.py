@@ -13,6 +13,7 @@ from rackplan.simulator.prefix_cache import PrefixCache
 class InstanceModel:
     """`kv_tokens`: KV pool of one rank. `balancedness`: by tokens per rank. `rearrange_every_steps`: a synchronous EPLB
     stops all ranks for `rearrange_ms` that often; None for no stop. `coalesce`: pass steps together where they may be.
+    `frontend_token_ms`, `frontend_turn_ms`: see FrontEnd.
     """
 
     pool: Pool
@@ -25,3 +26,5 @@ class InstanceModel:
     rearrange_every_steps: int | None = None
     rearrange_ms: float = 0.0
     coalesce: bool = True
+    frontend_token_ms: float = 0.0
+    frontend_turn_ms: float = 0.0

@@ -1,5 +1,7 @@
 """Launches that spread: of each step with prompts one draw, from its instance's own random stream."""
 
+from math import erf, sqrt
+
 import numpy as np
 
 from rackplan.simulator.cost import PoolCost
@@ -7,22 +9,27 @@ from rackplan.simulator.cost import PoolCost
 
 class DrawnLaunches:
     """A `PoolCost` whose launch floor of a step with prompts is drawn: that of the latest of the ranks that prefill,
-    each drawn about the mean.
+    each drawn about the mean. Draws follow one another as slow moments of a machine do: normal, `launch_correlation`
+    from each to the next.
 
     Steps with prompts are never passed in runs, so that runs and single steps draw alike.
     """
 
     def __init__(self, cost: PoolCost, rng: np.random.Generator) -> None:
-        self.launch_quantiles = cost.launch_quantiles
+        self.launch_quantiles, self.launch_correlation = cost.launch_quantiles, cost.launch_correlation
         self.attention_ms, self.shared_ms, self.host_ms = cost.attention_ms, cost.shared_ms, cost.host_ms
         self.admission_ms, self.dp_sync_ms = cost.admission_ms, cost.dp_sync_ms
         self._mean_ms = cost.launch_floor_ms
         self._shares = np.linspace(0.0, 1.0, len(cost.launch_quantiles))
         self._rng = rng
+        self._news = sqrt(1.0 - cost.launch_correlation**2)
+        self._slowness = float(rng.standard_normal())
 
     def launch_floor_ms(self, widest_tokens: int, prefill_ranks: int) -> float:
         mean_ms = self._mean_ms(widest_tokens, prefill_ranks)
         if not (prefill_ranks and mean_ms):
             return mean_ms
-        latest = self._rng.random() ** (1.0 / prefill_ranks)  # the largest of so many draws from 0 to 1
+        self._slowness = self.launch_correlation * self._slowness + self._news * float(self._rng.standard_normal())
+        share = (1.0 + erf(self._slowness / sqrt(2.0))) / 2.0
+        latest = share ** (1.0 / prefill_ranks)  # the largest of so many draws from 0 to 1
         return mean_ms * float(np.interp(latest, self._shares, self.launch_quantiles))

@@ -16,6 +16,7 @@ from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memo
 from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import Calibration
+from rackplan.simulator.frontend import TURNS
 from rackplan.simulator.garbage import rare_collections
 from rackplan.simulator.instance import Instance, TokenGaps
 from rackplan.simulator.instance_model import InstanceModel
@@ -112,7 +113,8 @@ class _Run:
         streams = self.streams = Streams(options.seed)
         self.env = Clock()
         self.source: Source = workload.source(load, options.duration_s, streams)
-        self.frontend_ns = round(calibration.frontend_ms * NS_PER_MS)
+        turns_ms = TURNS * calibration.frontend_turn_ms if calibration.frontend_token_ms else 0.0
+        self.frontend_ns = round(max(0.0, calibration.frontend_ms - turns_ms) * NS_PER_MS)
         self._all_done = self.env.event()
         self._no_more = False
         self.submitted = self.rejected = self.in_flight = 0
@@ -168,6 +170,8 @@ class _Run:
             rearrange_every_steps=eplb.interval_steps if stops and pool.gpus_per_instance > 1 else None,
             rearrange_ms=EPLB_REARRANGE_MS,
             coalesce=self.options.coalesce,
+            frontend_token_ms=calibration.frontend_token_ms,
+            frontend_turn_ms=calibration.frontend_turn_ms,
         )
         if not one.cost.launch_quantiles:
             return [one] * pool.instances
@@ -215,7 +219,7 @@ class _Run:
             self._leave(request)
             return
         instance, rank, load_tokens = self.entry.choose(request)
-        instance.submit(Sequence(request, rank, self.env.now, request.input_tokens, load_tokens))
+        instance.receive(Sequence(request, rank, self.env.now, request.input_tokens, load_tokens))
 
     def _prefilled(self, seq: Sequence, instance: Instance) -> None:
         assert self.transfers is not None

@@ -40,6 +40,11 @@ class OneStep:
         """How long each step of the run takes."""
         return [self._wall_ns]
 
+    def last_delivery_ns(self, now_ns: int, before_ns: int) -> int:
+        """When tokens were last handed on until now; `before_ns`: when before this step."""
+        at_ns = self.end_ns - self._wall_ns + self.delivery_ns
+        return at_ns if at_ns <= now_ns else before_ns
+
     def sums(self) -> StepSums:
         """Of the step."""
         wall_ms, without_sync_ms, _, _, _, _, _, gpu_ms, attention_ms, mean_ms, shared = self._times
@@ -71,6 +76,17 @@ class StepRun:
     def delivery_ns(self) -> int:
         """As in OneStep."""
         return round(max(0.0, self._times.launch_ms - float(self._times.lead_ms[0])) * NS_PER_MS)
+
+    def last_delivery_ns(self, now_ns: int, before_ns: int) -> int:
+        """As in OneStep."""
+        i = min(self.steps_done(now_ns), self.steps - 1)
+        while i >= 0:
+            late_ms = max(0.0, self._times.launch_ms - float(self._times.lead_ms[i]))
+            at_ns = int(self._ends_ns[i] - self._walls_ns[i]) + round(late_ms * NS_PER_MS)
+            if at_ns <= now_ns:
+                return at_ns
+            i -= 1
+        return before_ns
 
     @property
     def next_lead_ms(self) -> float:

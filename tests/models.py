@@ -14,6 +14,7 @@ class LinearCost:
     """Step = fixed + per token of the fullest rank + attention by pairs and context; host and floors as given."""
 
     launch_quantiles: tuple[float, ...] = ()
+    launch_correlation = 0.0
 
     def __init__(self, fixed_ms=3.0, token_ms=0.01, context_ms=1e-6, host=0.0, sync=0.0, admission=0.0, floor=0.0):
         self.fixed_ms, self.token_ms, self.context_ms = fixed_ms, token_ms, context_ms
@@ -52,6 +53,7 @@ class ServiceCost(LinearCost):
 class FakeCalibration:
     name = "fake"
     frontend_ms = 0.0
+    frontend_token_ms = frontend_turn_ms = 0.0
 
     def __init__(self, cost=None, transfer: TransferCost | None = None, balance: float = 1.0) -> None:
         self.cost = cost or LinearCost()

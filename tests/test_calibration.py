@@ -26,7 +26,8 @@ def test_h200_refits_to_the_embedded_file():
     shipped, found = calibration_file("h200-v2-lite"), h200.fit()
     for key, value in found.coefficients.items():
         assert getattr(shipped.coefficients, key) == pytest.approx(value, rel=1e-3), key
-    assert shipped.frontend_ms == pytest.approx(found.frontend_ms, rel=1e-3)
+    front = (shipped.frontend_ms, shipped.frontend_token_ms, shipped.frontend_turn_ms)
+    assert front == pytest.approx((found.front.total_ms, found.front.token_ms, found.front.turn_ms), rel=1e-3)
     assert shipped.transfer.model_dump() == pytest.approx(campaign.transfer().model_dump(), rel=1e-3)
 
 

@@ -9,7 +9,13 @@ from models import FakeCalibration, GivenRequests, LinearCost, aggregated, reque
 from rackplan.calibration import h200
 from rackplan.calibration.library import calibration_file, load_calibration
 from rackplan.calibration.physics import Coefficients, PhysicalCost
-from rackplan.calibration.served import Launches, launch_at_no_tokens_ms, launch_quantiles, token_launch_ms
+from rackplan.calibration.served import (
+    Launches,
+    launch_at_no_tokens_ms,
+    launch_correlation,
+    launch_quantiles,
+    token_launch_ms,
+)
 from rackplan.engine import parse_deployment
 from rackplan.simulator.launches import DrawnLaunches
 from rackplan.simulator.request import Load
@@ -101,7 +107,9 @@ def test_prompts_of_one_length_tell_nothing_of_tokens():
 
 def test_the_embedded_spread_is_that_of_its_fit_runs():
     c = calibration_file("h200-v2-lite").coefficients
-    runs = h200.eager_launches([h200.prompt_steps(r) for r in h200.served_runs()])
+    served = [*h200.served_runs(), h200.profile_runs()[h200.LOGGED_RUN].served]
+    runs = h200.eager_launches([h200.prompt_steps(r) for r in served])
+    assert c.launch_correlation == pytest.approx(launch_correlation(runs[:-1]), rel=1e-3)
     assert c.eager_token_launch_ms == pytest.approx(token_launch_ms(runs[:-1]), rel=1e-3)
     assert c.launch_quantiles == pytest.approx(launch_quantiles(runs, c.eager_token_launch_ms), rel=1e-3)
     assert all(not calibration_file(n).coefficients.launch_quantiles for n in ("gb300-v4.1-flash", "gb200-v3"))
@@ -144,3 +152,14 @@ def test_pairs_of_one_chunk_cost_more_than_cached_pairs():
     two = cost.shared_ms(16384, 16384, 16384, 2, 1.0).dense
     halved = cost.c.prefill_causal_ms * 16384 * 16384 / 4
     assert one - two + cost.c.prefill_chunk_ms == pytest.approx(halved)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_draws_keep_their_mean_and_follow_one_another(correlation):
+    cost = SpreadCost(floor=60.0)
+    cost.launch_correlation = correlation
+    drawn = DrawnLaunches(cost, np.random.default_rng(1))
+    ms = np.array([drawn.launch_floor_ms(1000, 1) for _ in range(20_000)])
+    assert ms.mean() == pytest.approx(60.0, rel=0.01)
+    runs = [Launches(ms=ms, tokens=np.full(len(ms), 1000.0))]
+    assert launch_correlation(runs) == pytest.approx(correlation, abs=0.05)

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
+from rackplan.calibration.experts import experts_touched
 from rackplan.calibration.library import load_calibration
-from rackplan.calibration.physics import PhysicalCost, experts_touched, padded_tokens
+from rackplan.calibration.physics import PhysicalCost, padded_tokens
 from rackplan.engine.deployment import WeightOffload
 
 NAMES = ("h200-v2-lite", "gb300-v4.1-flash", "gb200-v3")

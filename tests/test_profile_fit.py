@@ -142,8 +142,8 @@ def damage(path: Path, change) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("profile.json", lambda t: t[:-20], r"profile.json:1: truncated or not JSON"),
-        ("profile.json", lambda t: t.replace('"format": 1', '"format": 9'), "format=9 is unknown"),
+        ("profile.json", lambda t: t[:-20], r"profile.json: file: invalid json"),
+        ("profile.json", lambda t: t.replace('"format": 1', '"format": 9'), r"profile.json: format: .*got 9"),
         ("profile.json", lambda t: t.replace('"wall"', '"cpu"'), "time_kind"),
         ("profile.json", lambda t: t.replace('"r2"', '"r3"'), r"serve_r3.json: is missing"),
         ("forward_dep1.csv", lambda t: t.replace("median_us", "median_ms"), "column median_us is missing"),
@@ -226,9 +226,24 @@ def test_the_generic_fit_of_the_embedded_rows_is_the_embedded_fit(on_gpu):
 
 def test_launches_and_their_spread_come_from_the_clients(on_gpu):
     shipped = calibration_file("h200-v2-lite").coefficients
-    for key in ("piecewise_floor_ms", "eager_floor_ms", "eager_token_launch_ms"):
-        assert getattr(on_gpu.coefficients, key) == pytest.approx(getattr(shipped, key), rel=0.05), key
+    past = h200.launches_of([h200.prompt_steps(r) for r in h200.served_runs()], h200.CAPTURED_TOKENS, eager=True)
+    c, token_ms = on_gpu.coefficients, h200.token_launch_ms(past)
+    assert c.piecewise_floor_ms == pytest.approx(shipped.piecewise_floor_ms, rel=0.05)
+    assert c.eager_token_launch_ms == pytest.approx(token_ms, rel=0.05)
+    beside_ms = h200.launch_at_no_tokens_ms(past, token_ms)
+    assert c.eager_floor_ms + c.eager_decode_launch_ms == pytest.approx(beside_ms, rel=0.05)
     assert len(on_gpu.coefficients.launch_quantiles) == len(shipped.launch_quantiles)
     assert not {"eager_floor_ms", "launch_quantiles", "frontend_ms"} & set(on_gpu.carried)
     assert {"eager_decode_launch_ms", "host_step_ms", "transfer"} <= set(on_gpu.carried)
     assert 0 < on_gpu.frontend_ms < 20
+
+
+def test_decode_steps_alone_are_no_load_that_prompts_are_learnt_from(tmp_path):
+    profiles.write_profile(tmp_path)
+    path = tmp_path / "profile.json"
+    identity = json.loads(path.read_text())
+    identity["runs"][0]["decode_only"] = True
+    path.write_text(json.dumps(identity))
+    profile = read_profile(tmp_path)
+    assert (len(profile.runs), len(profile.decode_runs)) == (0, 1)
+    assert "frontend_ms" in fit_profile(tmp_path, "alone").carried

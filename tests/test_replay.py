@@ -11,8 +11,8 @@ from models import FakeCalibration, GivenRequests, LinearCost, aggregated, reque
 
 from rackplan.calibration import campaign, h200, replay
 from rackplan.calibration.against import validate_against
+from rackplan.calibration.experts import experts_touched
 from rackplan.calibration.library import load_calibration
-from rackplan.calibration.physics import experts_touched
 from rackplan.calibration.readers.bench_serve import read_bench_serve
 from rackplan.calibration.serving import replay_served
 from rackplan.calibration.validate import HELD_OUT, held_out_pct, validate

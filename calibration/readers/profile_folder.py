@@ -4,11 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from rackplan.calibration.readers import parse
 from rackplan.calibration.readers.bench_forward import read_bench_forward
 from rackplan.calibration.readers.bench_serve import read_bench_serve
 from rackplan.calibration.readers.forward_csv import forward_rows
@@ -17,38 +13,16 @@ from rackplan.calibration.readers.step_log import read_step_log
 from rackplan.calibration.records import ServedRun, StepLog
 from rackplan.calibration.rows import Row
 from rackplan.engine import Deployment, InputError, parse_deployment
+from rackplan.engine.profile import FILE
+from rackplan.engine.profile import Profile as Identity
+from rackplan.engine.profile import ServedRun as PlannedRun
+from rackplan.engine.profile import read_profile as read_identity
 
-IDENTITY = "profile.json"
-FORMAT = 1
-_WANTED = f"the folder of a profile, with {IDENTITY} and forward_dep1.csv in it"
+_WANTED = f"the folder of a profile, with {FILE} and forward_dep1.csv in it"
 
 
 _FORWARD: dict[str, Callable[[Path], list[Row]]] = {".csv": forward_rows, ".json": read_bench_forward}
 """Readers of exact batches by the file's kind."""
-
-
-class _Run(BaseModel):
-    model_config = ConfigDict(frozen=True)
-    name: str = Field(min_length=1, pattern=r"^[\w.-]+$")
-    deployment: dict[str, Any]
-    status: Literal["done", "failed", "planned"]
-    rate_req_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    decode_only: bool = False
-
-
-class Identity(BaseModel):
-    """What profile.json says of the machine and the engine. `time_kind`: what exact batches hold, GPU time, or the wall
-    time of an engine whose host and device are one. Keys that no fit needs are kept for whoever reads the file."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-    format: int
-    model: str
-    gpu: str
-    engine_version: str
-    date: str
-    command: str
-    time_kind: Literal["gpu", "wall"]
-    runs: tuple[_Run, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,56 +39,53 @@ class ProfileRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """All that a profile folder holds. `files`: names of those that were read."""
+    """All that a profile folder holds. `decode_runs`: those in which nothing but decode steps ran; `files`: names of
+    those that were read."""
 
     folder: Path
     identity: Identity
     rows: tuple[Row, ...]
     runs: tuple[ProfileRun, ...]
+    decode_runs: tuple[ProfileRun, ...]
     files: tuple[str, ...]
 
 
 def read_profile(folder: Path) -> Profile:
     """Raises InputError with file and row: nothing is taken from a folder of which a part is damaged."""
-    identity = _identity(folder / IDENTITY)
+    identity = read_identity(folder)
     tables = sorted(f for f in folder.glob("forward_dep*") if f.suffix in _FORWARD)
     if not tables:
         raise InputError(f"{folder}: has no forward_dep*.csv; give {_WANTED}")
     rows = [row for table in tables for row in _FORWARD[table.suffix](table)]
-    runs, files = [], [t.name for t in tables]
+    runs: dict[bool, list[ProfileRun]] = {False: [], True: []}  # by decode_only
+    files = [t.name for t in tables]
     for i, run in enumerate(identity.runs):
         if run.status == "done":
-            found, names = _served(folder, run, f"{folder / IDENTITY}: runs.{i}.deployment")
-            runs.append(found)
+            found, names = _served(folder, run, f"{folder / FILE}: runs.{i}.deployment")
+            runs[run.decode_only].append(found)
             files += names
-    for run_of in runs:
+    for run_of in (*runs[False], *runs[True]):
         for key in ("model", "gpu"):
             if getattr(run_of.deployment, key) != getattr(identity, key):
                 raise InputError(
-                    f"{folder / IDENTITY}: run {run_of.name} has {key}={getattr(run_of.deployment, key)}, the profile "
+                    f"{folder / FILE}: run {run_of.name} has {key}={getattr(run_of.deployment, key)}, the profile "
                     f"{getattr(identity, key)}; profile one at a time"
                 )
-    return Profile(folder=folder, identity=identity, rows=tuple(rows), runs=tuple(runs), files=tuple(files))
+    return Profile(
+        folder=folder,
+        identity=identity,
+        rows=tuple(rows),
+        runs=tuple(runs[False]),
+        decode_runs=tuple(runs[True]),
+        files=tuple(files),
+    )
 
 
-def _identity(path: Path) -> Identity:
-    data = parse.read_json(path, _WANTED)
-    if data.get("format", FORMAT) != FORMAT:
-        raise InputError(f"{path}: format={data['format']!r} is unknown; this version reads {FORMAT}")
-    try:
-        return Identity.model_validate(data)
-    except ValidationError as e:
-        first = e.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        problem = f"{first['msg'].lower()} (got {first.get('input')!r:.60})"
-        raise InputError(f"{path}: {key}: {problem}; correct it") from None
-
-
-def _served(folder: Path, run: _Run, where: str) -> tuple[ProfileRun, list[str]]:
+def _served(folder: Path, run: PlannedRun, where: str) -> tuple[ProfileRun, list[str]]:
     names = (f"serve_{run.name}.json", f"serve_{run.name}.json.gz")
     path = next((folder / n for n in names if (folder / n).exists()), None)
     if path is None:
-        raise InputError(f"{folder / names[0]}: is missing, and {IDENTITY} says that run {run.name} is done; run it")
+        raise InputError(f"{folder / names[0]}: is missing, and {FILE} says that run {run.name} is done; run it")
     served = read_bench_serve(path)
     logs, log_names = _logs(folder, run.name)
     iterations = folder / f"iterations_{run.name}.log"

@@ -1,0 +1,28 @@
+"""How many experts a batch touches, and so reads."""
+
+from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
+
+
+@lru_cache(maxsize=256)
+def _choice_shares(experts: int, top_k: int, sigma: float) -> np.ndarray:
+    """Chance that a token chooses each expert (experts,), adding up to `top_k`: log-normal weights, none above 1."""
+    # The standard library's quantile: scipy.special takes as long to import as a small run takes.
+    normal = NormalDist()
+    weights = np.exp(sigma * np.array([normal.inv_cdf((i + 0.5) / experts) for i in range(experts)]))
+    sure = np.zeros(experts, dtype=bool)
+    while True:
+        shares = np.where(sure, 1.0, weights * (top_k - sure.sum()) / weights[~sure].sum())
+        if not (shares > 1.0).any():
+            return shares
+        sure |= shares >= 1.0
+
+
+@lru_cache(maxsize=65536)
+def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0) -> float:
+    """Expected number of experts that at least one of `tokens` chooses; `sigma`: skew of their popularity."""
+    if sigma == 0.0:
+        return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
+    return float((1.0 - (1.0 - _choice_shares(experts, top_k, sigma)) ** tokens).sum())

@@ -1,0 +1,94 @@
+"""What a step log and the client of one run tell together, where both ran on one machine and so share a clock: the host
+work that async scheduling does not hide, and the front end. One aggregated rank whose worker shares its process."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import theilslopes
+
+from rackplan.calibration.records import ServedRun, Step, StepLog
+from rackplan.simulator.frontend import TURNS
+
+LEAST_STEPS = 20
+MOST_REQUEST_MS = 40.0
+"""No front end that is not overloaded takes longer to hand a request to the engine."""
+REQUEST_STEP_MS = 0.5
+
+
+def host_terms(log: StepLog, captured_tokens: int) -> dict[str, float]:
+    """Host work of a decode step and of a request, ms: the time from the begin of a decode step behind an eager one to
+    that of the next. The GPU ended when the eager launch did, so nothing hides it. Theil-Sen, since some eager steps
+    are bound by the GPU; only those of one prompt count. Empty where fewer than LEAST_STEPS tell."""
+    requests, ms = [], []
+    for before, step, after in zip(log.steps, log.steps[1:], log.steps[2:], strict=False):
+        eager = len(before.prefill) == 1 and before.prefill[0][0] > captured_tokens
+        if eager and not step.prefill and step.decode_requests and after.number == before.number + 2:
+            requests.append(step.decode_requests)
+            ms.append((after.t_s - step.t_s) * 1e3)
+    if len(ms) < LEAST_STEPS or len(set(requests)) < 2:
+        return {}
+    slope, fixed, *_ = theilslopes(ms, requests)
+    return {"host_step_ms": max(0.0, float(fixed)), "host_request_ms": max(0.0, float(slope))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """`total_ms`: from client to engine and back, idle; `token_ms`: work on a token of a delivery; `turn_ms`: of each
+    of a request's TURNS, which wait for deliveries."""
+
+    total_ms: float
+    token_ms: float
+    turn_ms: float
+
+
+def front_of(run: ServedRun, log: StepLog) -> Front | None:
+    """The front end of one run; None where client and log do not tell of the same requests and tokens by one clock.
+
+    A delivery's last token reaches the client later the more there are: the slope is `token_ms`. What a prompt's first
+    token takes beyond that is the way back. The way in is that which, with TURNS waits for deliveries, puts requests
+    best between the begin of the step before their first and that of their first.
+    """
+    steps = log.steps
+    output_s = np.array([s.t_s + (s.schedule_ms + s.execute_ms) / 1e3 for s in steps])
+    prompts = np.sort(run.input_tokens)
+    if not len(run.token_s) or prompts[0] != prompts[-1]:
+        return None
+    ended = [sum(sum(c) >= prompts[0] for c in s.prefill) for s in steps]
+    made = np.array([s.decode_requests for s in steps]) + ended
+    begun = np.repeat(np.arange(len(steps)), [sum(c[1] == 0 for c in s.prefill) for s in steps])
+    received_s = np.sort(np.concatenate(run.token_s))
+    first_s = np.sort(run.start_s + run.ttft_s)
+    if made.sum() != len(received_s) or len(begun) != len(run.start_s) or sum(ended) != len(first_s):
+        return None
+    last_ms = (received_s[np.cumsum(made) - 1] - output_s) * 1e3
+    quiet = _quiet(steps) & (last_ms > 0)
+    if quiet.sum() < LEAST_STEPS:
+        return None
+    token_ms = max(0.0, float(theilslopes(last_ms[quiet], made[quiet])[0]))
+    at = np.repeat(np.arange(len(steps)), ended)
+    back_ms = float(np.median((first_s - output_s[at]) * 1e3 - token_ms * made[at]))
+    begin_s = np.array([s.t_s for s in steps])
+    bounds_s = np.append(-np.inf, begin_s)[begun], begin_s[begun]
+    in_ms = _way_in_ms(run.start_s, output_s, made * token_ms / 1e3, bounds_s)
+    return Front(total_ms=in_ms + max(0.0, back_ms), token_ms=token_ms, turn_ms=in_ms / TURNS)
+
+
+def _quiet(steps: tuple[Step, ...]) -> np.ndarray:
+    """Which steps are decodes of as many requests as the step before and the step behind, (steps,)."""
+    n = np.array([-1 if s.prefill else s.decode_requests for s in steps])
+    same = n[1:] == n[:-1]
+    return (n > 0) & np.append(False, same) & np.append(same, False)
+
+
+def _way_in_ms(
+    start_s: np.ndarray, output_s: np.ndarray, work_s: np.ndarray, bounds_s: tuple[np.ndarray, np.ndarray]
+) -> float:
+    def miss_s(way_ms: float) -> float:
+        seen_s = start_s
+        for _ in range(TURNS):
+            i = np.searchsorted(output_s, seen_s, side="right") - 1
+            busy_s = np.where(i >= 0, output_s[i] + work_s[i], -np.inf)
+            seen_s = np.maximum(seen_s, busy_s) + way_ms / TURNS / 1e3
+        return float(np.mean(np.maximum(seen_s - bounds_s[1], 0.0) + np.maximum(bounds_s[0] - seen_s, 0.0)))
+
+    return min(np.arange(0.0, MOST_REQUEST_MS, REQUEST_STEP_MS).tolist(), key=miss_s)

@@ -1,0 +1,121 @@
+"""The front end: requests wait for tokens, runs of steps leave what single steps do, and logs tell its terms again."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models import FakeCalibration, GivenRequests, LinearCost, aggregated, requests
+
+from rackplan.calibration import h200
+from rackplan.calibration.file import FittedCalibration
+from rackplan.calibration.library import calibration_file
+from rackplan.calibration.profile import fit_profile
+from rackplan.calibration.records import ServedRun, Step, StepLog
+from rackplan.calibration.served_log import front_of, host_terms
+from rackplan.calibration.serving import replay_served
+from rackplan.simulator.frontend import TURNS
+from rackplan.simulator.request import Load
+from rackplan.simulator.simulate import RunOptions, simulate
+
+
+def run(token_ms, turn_ms=2.0, reqs=None, coalesce=True, seed=0, dep=1):
+    calibration = FakeCalibration(LinearCost(host=0.8, floor=6.0))
+    calibration.frontend_ms, calibration.frontend_token_ms, calibration.frontend_turn_ms = 10.0, token_ms, turn_ms
+    if reqs is None:
+        rng = np.random.default_rng(seed)
+        reqs = requests(np.cumsum(rng.exponential(0.01, 60)), rng.integers(200, 3000, 60), rng.integers(2, 80, 60))
+    options = RunOptions(coalesce=coalesce)
+    return simulate(aggregated(dep=dep, instances=2), GivenRequests(reqs), Load(), calibration, options)
+
+
+def same(a, b) -> bool:
+    return all((getattr(a, k) == getattr(b, k)).all() for k in ("request_id", "first_token_ns", "finish_ns"))
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.01, 0.1, 1.0]), st.sampled_from([1, 2]))
+def test_runs_of_steps_leave_the_front_end_as_single_steps_do(seed, token_ms, dep):
+    assert same(run(token_ms, seed=seed, dep=dep), run(token_ms, seed=seed, dep=dep, coalesce=False))
+
+
+def test_an_idle_front_end_takes_its_time_whatever_its_turns():
+    one = requests([0.0], 100, 3)
+    at = {run(token_ms, turn, one).scheduled_ns[0] for token_ms, turn in ((0.0, 0.0), (0.1, 0.5), (0.1, 2.5))}
+    assert at == {10_000_000}
+
+
+def test_requests_wait_for_the_tokens_of_others_and_no_longer_than_their_turns():
+    late = requests([0.0] * 80 + [0.5, 0.52], 100, [400] * 80 + [2, 2])
+    busy, free = (run(token_ms, reqs=late) for token_ms in (0.1, 0.0))
+    wait_ms = np.sort(busy.scheduled_ns)[-2:] / 1e6 - np.sort(free.scheduled_ns)[-2:] / 1e6
+    assert (wait_ms > 1.0).all()
+    assert (wait_ms < TURNS * 0.1 * 41 + 10.0).all()  # 40 requests an instance, and a step
+
+
+@given(st.floats(0.02, 0.2), st.floats(0.005, 0.05))
+def test_log_and_client_tell_the_front_end_again(token_ms, host_ms):
+    n, first_ms = 40, 5.0
+    steps, tokens, starts = [], [[] for _ in range(n)], []
+    now = 0.0
+    for i in range(12 * n):  # a request every twelfth step, which then decodes to the end
+        begins = i % 12 == 0
+        decodes = (i + 11) // 12
+        prefill = ((1000, 0),) if begins else ()
+        wall = 60.0 if begins else 3.0 + host_ms * decodes if i % 12 == 1 else 12.0
+        end = now + wall
+        made = decodes + begins
+        steps.append(Step(
+            number=i, t_s=now / 1e3, prefill=prefill, decode_requests=decodes, decode_tokens=decodes,
+            decode_context_tokens=1000 * decodes, running=made, schedule_ms=0.0, execute_ms=wall, update_ms=0.0,
+            gap_ms=wall,
+        ))  # fmt: skip
+        if begins:
+            starts.append(now / 1e3 - 0.009)
+        for k in range(made):
+            out = token_ms * made + (first_ms if begins and k == made - 1 else 0.0)
+            tokens[k].append((end + out) / 1e3)
+        now = end
+    served = ServedRun(
+        start_s=np.array(starts), ttft_s=np.array([t[0] for t in tokens]) - starts,
+        end_s=np.array([t[-1] for t in tokens]), input_tokens=np.full(n, 1000),
+        output_tokens=np.array([len(t) for t in tokens]), cached_tokens=None,
+        token_s=[np.array(t) for t in tokens], metrics={},
+    )  # fmt: skip
+    log = StepLog(config={}, steps=tuple(steps))
+    assert host_terms(log, 512) == pytest.approx({"host_step_ms": 3.0, "host_request_ms": host_ms}, rel=0.02)
+    front = front_of(served, log)
+    assert front is not None
+    assert front.token_ms == pytest.approx(token_ms, rel=0.05)
+    assert front_of(served, StepLog(config={}, steps=tuple(steps[:-1]))) is None  # of other tokens
+
+
+def test_two_runs_of_a_day_tell_the_host_alike():
+    (log,) = h200.profile_runs()["dep1_load1"].logs[""]
+    shipped = calibration_file("h200-v2-lite").coefficients
+    found = host_terms(log, h200.CAPTURED_TOKENS)
+    for requests_ in (16, 64, 128):
+        ms = found["host_step_ms"] + found["host_request_ms"] * requests_
+        assert ms == pytest.approx(shipped.host_step_ms + shipped.host_request_ms * requests_, rel=0.2)
+
+
+def test_a_profile_with_one_served_run_predicts_its_others(tmp_path):
+    """Bounds as measured, with room: throughput of the burst is 9 % off, mean TPOT near the knee 10 %."""
+    shutil.copytree(h200.PROFILE, tmp_path / "p")
+    path = tmp_path / "p" / "profile.json"
+    identity = json.loads(path.read_text())
+    kept = [r for r in identity["runs"] if r["name"] == h200.LOGGED_RUN]
+    path.write_text(json.dumps({**identity, "runs": kept}))
+    fitted = fit_profile(tmp_path / "p", "one")
+    assert not {"frontend_ms", "frontend_token_ms", "host_step_ms", "eager_floor_ms"} & set(fitted.carried)
+    bounds = {
+        "dep1_load0": {"output throughput": 3, "mean TPOT": 7, "median TTFT": 5, "P90 TTFT": 7},
+        "dep1_load1": {"output throughput": 3, "mean TPOT": 14, "median TTFT": 12, "P90 TTFT": 10},
+        "dep1_pilot": {"output throughput": 12, "mean TPOT": 5, "median TTFT": 25, "P90 TTFT": 18},
+    }
+    for name, most in bounds.items():
+        measured = h200.profile_runs()[name]
+        found = {m.name: m for m in replay_served(measured.served, measured.deployment, FittedCalibration(fitted))}
+        for metric, pct in most.items():
+            assert found[metric].predicted == pytest.approx(found[metric].measured, rel=pct / 100), (name, metric)
