@@ -3,6 +3,7 @@
 Demand -> closed-form screening -> search on the simulator -> confirmation by replications -> the plan document.
 """
 
+import math
 from dataclasses import replace
 
 from rackplan import __version__
@@ -129,9 +130,9 @@ def _replicate(request: PlanRequest, demand: Demand, workers: Workers, edge: Pro
         worst = min((_at_worst(found), *found.runs), key=lambda m: min(request.slo.slack(m).values()))
         if request.slo.meets(worst):
             return found
-        load = load_of(
-            request.parsed_workload, lighter_load(_amount(load), replace(found, metrics=worst), request.slo)
-        )
+        lighter = lighter_load(_amount(load), replace(found, metrics=worst), request.slo)
+        # Of few clients at least one less: 0.97 of them would be as many again.
+        load = load_of(request.parsed_workload, lighter if load.concurrency is None else math.floor(lighter))
     return None
 
 
