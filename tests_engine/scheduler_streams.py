@@ -1,0 +1,136 @@
+"""Random streams of requests, one kind for each thing that a scheduler decides; the same on every machine."""
+
+import random
+from collections.abc import Callable
+
+from virtual_scheduler import Ask, Stream
+
+Loads = Callable[[random.Random], int | None]
+ROOMY = 32_000
+
+
+def _tokens(rng: random.Random, n: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(4000) for _ in range(n))
+
+
+def _asks(
+    rng: random.Random, longest_prompt: int, longest_answer: int, most: int = 24, loads: Loads | None = None
+) -> tuple[Ask, ...]:
+    """Bursts and gaps; short and long prompts."""
+    asks, at, gap = [], 0, rng.choice([0, 0, 1, 3, 20])
+    for i in range(rng.randint(1, most)):
+        at += rng.randint(0, gap)
+        prompt = rng.randint(1, rng.choice([8, longest_prompt]))
+        load_steps = loads(rng) if loads else None
+        asks.append(
+            Ask(
+                name=f"{'local' if load_steps is None else 'remote'}-{i:02}",
+                prompt=_tokens(rng, prompt),
+                answer=_tokens(rng, rng.randint(1, longest_answer)),
+                arrival=at,
+                load_steps=load_steps,
+            )
+        )
+    return tuple(asks)
+
+
+def chunked(rng: random.Random) -> Stream:
+    """Prompts of up to ten budgets, KV for all."""
+    seats = rng.choice([1, 2, 4, 16, 64])
+    return Stream(
+        asks=_asks(rng, rng.choice([100, 900]), rng.choice([1, 5, 40])),
+        max_num_batched_tokens=max(seats, rng.choice([16, 64, 100, 512])),
+        max_num_seqs=seats,
+        kv_tokens=ROOMY,
+    )
+
+
+def threshold(rng: random.Random) -> Stream:
+    """Several prompts in prefill at once, each held to `long_prefill_token_threshold`, so that budgets are shared."""
+    seats = rng.choice([2, 4, 16])
+    return Stream(
+        asks=_asks(rng, rng.choice([100, 900]), rng.choice([1, 5, 40])),
+        max_num_batched_tokens=rng.choice([32, 64, 100, 256]),
+        max_num_seqs=seats,
+        kv_tokens=ROOMY,
+        long_prefill_token_threshold=rng.choice([8, 20, 50, 120]),
+    )
+
+
+def full(rng: random.Random) -> Stream:
+    """Bursts into a budget that the decodes alone nearly fill."""
+    seats = rng.choice([8, 16, 24])
+    return Stream(
+        asks=_asks(rng, 40, 30, most=48),
+        max_num_batched_tokens=seats + rng.choice([0, 1, 5]),
+        max_num_seqs=seats,
+        kv_tokens=ROOMY,
+        long_prefill_token_threshold=rng.choice([0, 0, 4]),
+    )
+
+
+def tight(rng: random.Random, block_tokens: int = 1) -> Stream:
+    """KV for a few requests: admission waits for room, and growth preempts."""
+    asks = _asks(rng, rng.choice([100, 400]), rng.choice([40, 120]), most=16)
+    largest = max(len(a.prompt) + len(a.answer) for a in asks)
+    blocks = -(-largest // block_tokens) + rng.randint(0, 2 * largest // block_tokens)
+    seats = rng.choice([2, 4, 16])
+    return Stream(
+        asks=asks,
+        max_num_batched_tokens=max(seats, rng.choice([32, 100, 512])),
+        max_num_seqs=seats,
+        kv_tokens=blocks * block_tokens,
+        block_tokens=block_tokens,
+        long_prefill_token_threshold=rng.choice([0, 0, 20, 50]),
+    )
+
+
+def tight_blocks(rng: random.Random) -> Stream:
+    """The same with vLLM's blocks of 16 tokens."""
+    return tight(rng, 16)
+
+
+def turns(rng: random.Random) -> Stream:
+    """Sessions whose next prompt repeats the last one and its answer; KV for all."""
+    asks: list[Ask] = []
+    for session in range(rng.randint(1, 6)):
+        history: tuple[int, ...] = ()
+        before, arrival = None, rng.randint(0, 20)
+        for turn in range(rng.randint(1, 5)):
+            prompt = history + _tokens(rng, rng.randint(1, 200))
+            answer = _tokens(rng, rng.randint(1, 40))
+            name = f"s{session}t{turn}"
+            asks.append(
+                Ask(
+                    name=name,
+                    prompt=prompt,
+                    answer=answer,
+                    arrival=arrival,
+                    after=before,
+                    session=session,
+                    reuse_tokens=len(history),
+                )
+            )
+            history, before, arrival = prompt + answer, name, rng.randint(0, 5)
+    seats = rng.choice([1, 4, 16])
+    return Stream(
+        asks=tuple(asks),
+        max_num_batched_tokens=max(seats, rng.choice([32, 100, 512])),
+        max_num_seqs=seats,
+        kv_tokens=ROOMY,
+        long_prefill_token_threshold=rng.choice([0, 0, 50]),
+        enable_prefix_caching=True,
+    )
+
+
+def remote(rng: random.Random) -> Stream:
+    """Prompts whose KV comes from elsewhere, in the order of their arrival, among few that are computed here."""
+    delay = rng.randint(0, 6)
+    local = rng.choice([0.0, 0.3])
+    seats = rng.choice([4, 16, 32])
+    return Stream(
+        asks=_asks(rng, 300, 40, loads=lambda r: None if r.random() < local else delay),
+        max_num_batched_tokens=rng.choice([64, 512]),
+        max_num_seqs=seats,
+        kv_tokens=ROOMY,
+    )
