@@ -2,11 +2,12 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from virtual_scheduler import Ask, Stream
 
 Loads = Callable[[random.Random], int | None]
-ROOMY = 32_000
+ROOMY = 16_000
 
 
 def _tokens(rng: random.Random, n: int) -> tuple[int, ...]:
@@ -14,13 +15,13 @@ def _tokens(rng: random.Random, n: int) -> tuple[int, ...]:
 
 
 def _asks(
-    rng: random.Random, longest_prompt: int, longest_answer: int, most: int = 24, loads: Loads | None = None
+    rng: random.Random, longest_prompt: int, longest_answer: int, most: int = 16, loads: Loads | None = None
 ) -> tuple[Ask, ...]:
     """Bursts and gaps; short and long prompts."""
-    asks, at, gap = [], 0, rng.choice([0, 0, 1, 3, 20])
+    asks, at, gap = [], 0, rng.choice([0, 0, 1, 3, 10])
     for i in range(rng.randint(1, most)):
         at += rng.randint(0, gap)
-        prompt = rng.randint(1, rng.choice([8, longest_prompt]))
+        prompt = rng.randint(2 if loads else 1, rng.choice([8, longest_prompt]))
         load_steps = loads(rng) if loads else None
         asks.append(
             Ask(
@@ -38,7 +39,7 @@ def chunked(rng: random.Random) -> Stream:
     """Prompts of up to ten budgets, KV for all."""
     seats = rng.choice([1, 2, 4, 16, 64])
     return Stream(
-        asks=_asks(rng, rng.choice([100, 900]), rng.choice([1, 5, 40])),
+        asks=_asks(rng, rng.choice([80, 500]), rng.choice([1, 5, 25])),
         max_num_batched_tokens=max(seats, rng.choice([16, 64, 100, 512])),
         max_num_seqs=seats,
         kv_tokens=ROOMY,
@@ -49,7 +50,7 @@ def threshold(rng: random.Random) -> Stream:
     """Several prompts in prefill at once, each held to `long_prefill_token_threshold`, so that budgets are shared."""
     seats = rng.choice([2, 4, 16])
     return Stream(
-        asks=_asks(rng, rng.choice([100, 900]), rng.choice([1, 5, 40])),
+        asks=_asks(rng, rng.choice([80, 500]), rng.choice([1, 5, 25])),
         max_num_batched_tokens=rng.choice([32, 64, 100, 256]),
         max_num_seqs=seats,
         kv_tokens=ROOMY,
@@ -61,7 +62,7 @@ def full(rng: random.Random) -> Stream:
     """Bursts into a budget that the decodes alone nearly fill."""
     seats = rng.choice([8, 16, 24])
     return Stream(
-        asks=_asks(rng, 40, 30, most=48),
+        asks=_asks(rng, 40, 15, most=40),
         max_num_batched_tokens=seats + rng.choice([0, 1, 5]),
         max_num_seqs=seats,
         kv_tokens=ROOMY,
@@ -71,7 +72,7 @@ def full(rng: random.Random) -> Stream:
 
 def tight(rng: random.Random, block_tokens: int = 1) -> Stream:
     """KV for a few requests: admission waits for room, and growth preempts."""
-    asks = _asks(rng, rng.choice([100, 400]), rng.choice([40, 120]), most=16)
+    asks = _asks(rng, rng.choice([60, 300]), rng.choice([30, 80]), most=10)
     largest = max(len(a.prompt) + len(a.answer) for a in asks)
     blocks = -(-largest // block_tokens) + rng.randint(0, 2 * largest // block_tokens)
     seats = rng.choice([2, 4, 16])
@@ -96,9 +97,9 @@ def turns(rng: random.Random) -> Stream:
     for session in range(rng.randint(1, 6)):
         history: tuple[int, ...] = ()
         before, arrival = None, rng.randint(0, 20)
-        for turn in range(rng.randint(1, 5)):
+        for turn in range(rng.randint(1, 4)):
             prompt = history + _tokens(rng, rng.randint(1, 200))
-            answer = _tokens(rng, rng.randint(1, 40))
+            answer = _tokens(rng, rng.randint(1, 25))
             name = f"s{session}t{turn}"
             asks.append(
                 Ask(
@@ -124,13 +125,19 @@ def turns(rng: random.Random) -> Stream:
 
 
 def remote(rng: random.Random) -> Stream:
-    """Prompts whose KV comes from elsewhere, in the order of their arrival, among few that are computed here."""
-    delay = rng.randint(0, 6)
+    """Prompts whose KV comes from elsewhere, some of them capped, among few that are computed here; seats for all."""
+    cap = rng.choice([None, None, 1, 2])
+    delays = [rng.randint(0, 6)] if cap else [0, 1, 3, 10]
     local = rng.choice([0.0, 0.3])
-    seats = rng.choice([4, 16, 32])
     return Stream(
-        asks=_asks(rng, 300, 40, loads=lambda r: None if r.random() < local else delay),
-        max_num_batched_tokens=rng.choice([64, 512]),
-        max_num_seqs=seats,
+        asks=_asks(rng, 300, 25, loads=lambda r: None if r.random() < local else r.choice(delays)),
+        max_num_batched_tokens=8192,
+        max_num_seqs=32,
         kv_tokens=ROOMY,
+        max_new_kv_loads_per_step=cap,
     )
+
+
+def remote_seats(rng: random.Random) -> Stream:
+    """The same with seats and a token budget for a few."""
+    return replace(remote(rng), max_num_batched_tokens=rng.choice([64, 512]), max_num_seqs=rng.choice([2, 4, 16]))

@@ -7,7 +7,7 @@ import scheduler_streams
 from virtual_scheduler import both
 
 STREAMS = 1000
-SAME = ("chunked",)
+SAME = ("chunked", "threshold", "full", "tight", "turns", "remote")
 """Kinds of streams on which every step is the same."""
 
 

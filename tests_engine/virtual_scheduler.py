@@ -16,7 +16,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request as EngineRequest
@@ -24,6 +23,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from rackplan.engine import Pool
+from rackplan.engine.vllm_plugin.scheduler import RackplanScheduler
 from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.prefix_cache import SessionCache
@@ -62,6 +62,7 @@ class Stream:
     block_tokens: int = 16
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = False
+    max_new_kv_loads_per_step: int | None = None
 
 
 @dataclass(slots=True)
@@ -125,7 +126,8 @@ def _engine_config(model: Path, caching: bool, remote: bool) -> Any:
 
 
 class EngineSide:
-    """vLLM's scheduler on a KV cache without tensors and with tokens that are given."""
+    """vLLM's scheduler on a KV cache without tensors and with tokens that are given. It is the subclass with the cap on
+    new KV loads, which without a cap decides what vLLM's own decides (test_kv_load_cap.py)."""
 
     def __init__(self, stream: Stream, model: Path) -> None:
         remote = any(ask.load_steps is not None for ask in stream.asks)
@@ -139,7 +141,7 @@ class EngineSide:
         spec = FullAttentionSpec(
             block_size=stream.block_tokens, num_kv_heads=1, head_size=8, dtype=torch.float32
         )
-        self.scheduler = Scheduler(
+        self.scheduler = RackplanScheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
@@ -148,12 +150,15 @@ class EngineSide:
             block_size=stream.block_tokens,
             log_stats=False,
         )
+        self.scheduler._kv_load_cap = stream.max_new_kv_loads_per_step
         self.arrivals = Arrivals(stream.asks)
         self._hasher = (
             get_request_block_hasher(stream.block_tokens, sha256) if stream.enable_prefix_caching else None
         )
         self._asks = {ask.name: ask for ask in stream.asks}
         self._loaded_at: dict[str, int] = {}
+        self._prefill_end: dict[str, int] = {}
+        """By request: what was known of it when it was admitted, tokens; beyond that it decodes."""
 
     def step(self, number: int) -> Step:
         for ask in self.arrivals.at(number):
@@ -161,14 +166,16 @@ class EngineSide:
         output = self.scheduler.schedule()
         requests = self.scheduler.requests
         step = Step(number, preempted=sorted(output.preempted_req_ids or ()))
+        for name in step.preempted:
+            del self._prefill_end[name]
         sampled: dict[str, list[int]] = {}
         for name, tokens in output.num_scheduled_tokens.items():
             request = requests[name]
             context = request.num_computed_tokens - tokens
-            prefill = context < max(request.num_prompt_tokens, request.num_tokens - 1)
-            if self._asks[name].load_steps is not None and tokens == 1 and context == request.num_tokens - 1:
-                prefill = False  # the last token of a prompt that was loaded is computed as a decode is
-            step.scheduled[name] = tokens, prefill
+            if name not in self._prefill_end:  # a prompt that was loaded computes its last token as a decode does
+                loaded = name in self._loaded_at and request.num_preemptions == 0
+                self._prefill_end[name] = request.num_tokens - loaded
+            step.scheduled[name] = tokens, context < self._prefill_end[name]
             done = request.num_computed_tokens >= request.num_tokens
             sampled[name] = [self._asks[name].answer[request.num_output_tokens]] if done else []
         self.scheduler.update_from_output(output, self._runner_output(number, sampled))
@@ -213,6 +220,7 @@ class SimulatorSide:
             max_num_batched_tokens=stream.max_num_batched_tokens,
             max_num_seqs=stream.max_num_seqs,
             long_prefill_token_threshold=stream.long_prefill_token_threshold,
+            max_new_kv_loads_per_step=stream.max_new_kv_loads_per_step,
             enable_prefix_caching=stream.enable_prefix_caching,
         )
         model = InstanceModel(
