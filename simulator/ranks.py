@@ -30,6 +30,7 @@ class Ranks:
         self.preemptions = 0
         self._busy: set[int] = set()  # ranks with waiting or partly prefilled requests
         self._preempted: set[int] = set()  # ranks that admit nothing in the step that is planned next
+        self._wave_began = 0
 
     # -- what comes from outside ----------------------------------------------------------------------------------
     def add(self, seq: Sequence) -> None:
@@ -61,6 +62,10 @@ class Ranks:
         reason = self.blocked.get(r)
         return reason is not None and not (kv_loaded and reason == "kv_full")
 
+    def begin_wave(self) -> None:
+        """Nothing runs: `prefill_schedule_interval` counts from the next step on."""
+        self._wave_began = self.batch.step
+
     # -- planning a step ------------------------------------------------------------------------------------------
     def plan(self, now_ns: int, visible_before_ns: int) -> dict[int, RankPlan]:
         """Plans of the ranks on which something other than decoding happens; what they admit has then begun."""
@@ -69,11 +74,13 @@ class Ranks:
         blocked.clear()
         if not self._busy:
             return plans
+        between = (self.batch.step - self._wave_began) % self.pool.prefill_schedule_interval != 0
         for r in sorted(self._busy):
             rank = self.queues[r]
             if not rank.has_work(visible_before_ns):
                 continue
-            chunks = self._running_chunks(r, visible_before_ns) if rank.partial else []
+            defers = between and not rank.is_saturated and bool(rank.decoding)
+            chunks = self._running_chunks(r, visible_before_ns) if rank.partial and not defers else []
             if r in self._preempted:
                 plan = RankPlan([], chunks, [], None)
             else:
@@ -86,6 +93,7 @@ class Ranks:
                     room_tokens=self._room_to_admit(r, chunks) if rank.waiting else 0.0,
                     draft_tokens=model.acceptance.draft_tokens,
                     replay_tokens=model.replay_tokens,
+                    defers=defers,
                 )
             if plan.blocked_by:
                 blocked[r] = plan.blocked_by
@@ -159,6 +167,7 @@ class Ranks:
         """The rank's last admitted request gives its KV back and starts anew, first in line but not in this step."""
         batch, rank = self.batch, self.queues[r]
         seq = rank.last_admitted()
+        rank.cache.evict_to(0)
         if seq in rank.decoding:
             seq.generated_tokens += round(seq.growth * (batch.step - seq.start_step))
             seq.prompt_tokens = seq.request.input_tokens + seq.generated_tokens
@@ -188,6 +197,9 @@ class Ranks:
             for seq in plan.loads:
                 self.outputs.append((seq, False))
         for seq in batch.pop_ended():
+            cache = self.queues[seq.rank].cache
+            if cache.tokens:  # what grew took its room from the cache, before this end gives any back
+                cache.evict_to(int(batch.room(seq.rank, batch.step - 1)))
             self._end(seq, round(batch.stop(seq)) - 1)  # the last token's KV is never computed
 
     def _prefilled(self, seq: Sequence) -> None:

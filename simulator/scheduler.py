@@ -54,9 +54,9 @@ class RankPlan(NamedTuple):
 class Rank:
     """Queues and prefix cache of one data-parallel rank. `loaded`: requests whose KV came from a prefill instance;
     `partial`: prompts in prefill, in order of admission; `decoding`: in order of their first decode; `admitted`: how
-    many were, ever."""
+    many were, ever; `is_saturated`: the last step that might admit a prompt left one waiting."""
 
-    __slots__ = ("admitted", "cache", "decoding", "loaded", "partial", "waiting")
+    __slots__ = ("admitted", "cache", "decoding", "is_saturated", "loaded", "partial", "waiting")
 
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
@@ -65,6 +65,7 @@ class Rank:
         self.partial: list[Sequence] = []
         self.decoding: dict[Sequence, None] = {}
         self.admitted = 0
+        self.is_saturated = False
 
     def has_work(self, visible_before_ns: int) -> bool:
         """Is there a prompt in prefill, or a request that came before?"""
@@ -114,11 +115,13 @@ def plan_rank(
     room_tokens: float,
     draft_tokens: int,
     replay_tokens: int,
+    defers: bool = False,
 ) -> RankPlan:
     """Decide what joins one rank's next step and move it out of the rank's queues.
 
     `chunks`: of the prompts in prefill. `visible_before_ns`: requests that became ready at or after it are not seen
     yet. `room_tokens`: KV that no running request holds or will need in this step; the prefix cache gives way to it.
+    `defers`: the step computes the last token of a prompt at most (`prefill_schedule_interval`).
     """
     width = 1 + draft_tokens
     budget = pool.max_num_batched_tokens - len(rank.decoding) * width - sum([new for _, new in chunks])
@@ -138,14 +141,20 @@ def plan_rank(
         blocked_by = _no_place(seats, budget, 1) or no_room or blocked_by
         if no_room or seats <= 0 or budget <= 0:
             break
+        cached = _cached_tokens(rank, seq, replay_tokens, pool.enable_prefix_caching)
+        if defers and cached < seq.prompt_tokens - 1:
+            break
         waiting.popleft()
-        _start_prefill(rank, seq, now_ns, replay_tokens, pool.enable_prefix_caching)
+        _start_prefill(rank, seq, now_ns, cached)
         new = min(seq.prompt_tokens - seq.computed_tokens, limit, budget)
         started.append(seq)
         chunks.append((seq, new))
         budget -= new
         seats -= 1
         room_tokens -= seq.computed_tokens + new  # the rest of the prompt is not allocated yet
+    if defers:
+        return RankPlan(started, chunks, loads, None)  # what is held back is asked again in the next step
+    rank.is_saturated = blocked_by not in (None, "admission_cap")
     return RankPlan(started, chunks, loads, blocked_by)
 
 
@@ -186,15 +195,18 @@ def _no_place(seats: int, budget: int, tokens: int) -> str | None:
     return "token_budget" if budget < tokens else None
 
 
-def _start_prefill(rank: Rank, seq: Sequence, now_ns: int, replay_tokens: int, caching: bool) -> None:
+def _cached_tokens(rank: Rank, seq: Sequence, replay_tokens: int, caching: bool) -> int:
+    """Tokens of the prompt that need no prefill."""
     request = seq.request
-    _admit(rank, seq, now_ns)
-    cached = 0
     if request.cached_tokens is not None and seq.preemptions == 0:
-        cached = min(request.cached_tokens, request.input_tokens - 1)
-    elif caching:
-        cached = usable_hit(request, rank.cache.match(request), replay_tokens)
-        rank.cache.take(request)
+        return min(request.cached_tokens, request.input_tokens - 1)
+    return usable_hit(request, rank.cache.match(request), replay_tokens) if caching else 0
+
+
+def _start_prefill(rank: Rank, seq: Sequence, now_ns: int, cached: int) -> None:
+    _admit(rank, seq, now_ns)
+    if seq.request.cached_tokens is None:
+        rank.cache.take(seq.request)
     seq.computed_tokens = cached
     if seq.preemptions == 0:
         seq.cached_tokens = cached

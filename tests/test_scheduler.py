@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from models import FakeCalibration, GivenRequests, aggregated, requests, with_kv_tokens
 
+from rackplan.engine import InputError
 from rackplan.simulator.request import Load, Request
 from rackplan.simulator.simulate import RunOptions, simulate
 
@@ -40,6 +41,23 @@ def test_the_request_admitted_last_is_preempted_even_in_its_prefill():
     assert result.pools[0].preemptions == 1
     first, second = by_request(result, "finish_ns")
     assert first < by_request(result, "first_token_ns")[1] < second
+
+
+def test_prompts_wait_for_their_step_where_a_rank_decodes():
+    # Both ranks decode from time 0; what comes at 50 ms waits for a step whose number is a multiple of the interval.
+    arrivals = requests([0.0, 0.0, 0.050], [100, 100, 50], [400, 400, 2])
+    waits_ms = {}
+    for every in (1, 50):
+        result = run(aggregated(dep=2, prefill_schedule_interval=every, async_scheduling=False), arrivals)
+        waits_ms[every] = by_request(result, "scheduled_ns")[2] / 1e6 - 50
+    assert waits_ms[1] < 5
+    first_ms = by_request(result, "first_token_ns")[0] / 1e6
+    assert waits_ms[50] + 50 == pytest.approx(first_ms + 49 * 3.51, rel=0.01)  # steps 1 to 49 decode
+
+
+def test_an_interval_for_prompts_without_data_parallel_ranks_is_refused():
+    with pytest.raises(InputError, match=r"prefill_schedule_interval=4 has no effect at dep=1.*set 1"):
+        aggregated(prefill_schedule_interval=4)
 
 
 def test_the_last_token_of_an_answer_leaves_no_kv_to_hit():

@@ -91,10 +91,41 @@ def tight_blocks(rng: random.Random) -> Stream:
     return tight(rng, 16)
 
 
+def interval(rng: random.Random) -> Stream:
+    """Prompts, none of one token, are computed in every n-th step alone, unless more wait than such a step admits."""
+    stream = rng.choice([chunked, threshold, full, tight])(rng)
+    asks = [replace(a, prompt=a.prompt * 2) if len(a.prompt) == 1 else a for a in stream.asks]
+    more = sum(len(a.prompt) == 1 for a in stream.asks)
+    return replace(
+        stream,
+        asks=tuple(asks),
+        kv_tokens=stream.kv_tokens + more,
+        prefill_schedule_interval=rng.choice([2, 3, 4, 16]),
+    )
+
+
+def interval_of_one_token(rng: random.Random) -> Stream:
+    """Prompts of one token are admitted in any step, past two that are held back and then fill the budget."""
+    lengths = [2, rng.randint(20, 60), rng.randint(20, 60), *[1] * rng.randint(1, 4)]
+    arrivals = [0, 2, 2, *[rng.randint(3, 8) for _ in lengths[3:]]]
+    asks = [
+        Ask(name=f"local-{i:02}", prompt=_tokens(rng, length), answer=_tokens(rng, 40), arrival=at)
+        for i, (length, at) in enumerate(zip(lengths, arrivals, strict=True))
+    ]
+    return Stream(
+        asks=tuple(asks),
+        max_num_batched_tokens=9,
+        max_num_seqs=8,
+        kv_tokens=ROOMY,
+        long_prefill_token_threshold=4,
+        prefill_schedule_interval=2,
+    )
+
+
 def turns(rng: random.Random) -> Stream:
     """Sessions whose next prompt repeats the last one and its answer; KV for all."""
     asks: list[Ask] = []
-    for session in range(rng.randint(1, 6)):
+    for session in range(rng.randint(1, 4)):
         history: tuple[int, ...] = ()
         before, arrival = None, rng.randint(0, 20)
         for turn in range(rng.randint(1, 4)):
@@ -122,6 +153,24 @@ def turns(rng: random.Random) -> Stream:
         long_prefill_token_threshold=rng.choice([0, 0, 50]),
         enable_prefix_caching=True,
     )
+
+
+def tight_turns(rng: random.Random) -> Stream:
+    """Sessions in KV for a few turns: hits are lost, and what is preempted finds its own blocks again."""
+    stream = turns(rng)
+    largest = max(len(a.prompt) + len(a.answer) for a in stream.asks)
+    return replace(stream, kv_tokens=16 * (largest // 16 + 1 + rng.randint(0, 20)))
+
+
+def same_prefix(rng: random.Random) -> Stream:
+    """Requests that begin alike and run at the same time."""
+    prefix = _tokens(rng, rng.randint(16, 200))
+    stream = chunked(rng)
+    asks = [
+        replace(a, prompt=prefix + a.prompt, session=i, prefix_session=0, reuse_tokens=len(prefix))
+        for i, a in enumerate(stream.asks)
+    ]
+    return replace(stream, asks=tuple(asks), enable_prefix_caching=True)
 
 
 def remote(rng: random.Random) -> Stream:

@@ -48,6 +48,7 @@ class Ask:
     after: str | None = None
     session: int = -1
     reuse_tokens: int = 0
+    prefix_session: int = -1
     load_steps: int | None = None
 
 
@@ -61,6 +62,7 @@ class Stream:
     kv_tokens: int
     block_tokens: int = 16
     long_prefill_token_threshold: int = 0
+    prefill_schedule_interval: int = 1
     enable_prefix_caching: bool = False
     max_new_kv_loads_per_step: int | None = None
 
@@ -156,6 +158,7 @@ class EngineSide:
             get_request_block_hasher(stream.block_tokens, sha256) if stream.enable_prefix_caching else None
         )
         self._asks = {ask.name: ask for ask in stream.asks}
+        self._wave_step, self._prefill_every = 0, stream.prefill_schedule_interval
         self._loaded_at: dict[str, int] = {}
         self._prefill_end: dict[str, int] = {}
         """By request: what was known of it when it was admitted, tokens; beyond that it decodes."""
@@ -163,7 +166,8 @@ class EngineSide:
     def step(self, number: int) -> Step:
         for ask in self.arrivals.at(number):
             self._add(ask)
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(self._wave_step % self._prefill_every != 0)
+        self._wave_step = self._wave_step + 1 if output.num_scheduled_tokens else 0
         requests = self.scheduler.requests
         step = Step(number, preempted=sorted(output.preempted_req_ids or ()))
         for name in step.preempted:
@@ -220,6 +224,7 @@ class SimulatorSide:
             max_num_batched_tokens=stream.max_num_batched_tokens,
             max_num_seqs=stream.max_num_seqs,
             long_prefill_token_threshold=stream.long_prefill_token_threshold,
+            prefill_schedule_interval=stream.prefill_schedule_interval,
             max_new_kv_loads_per_step=stream.max_new_kv_loads_per_step,
             enable_prefix_caching=stream.enable_prefix_caching,
         )
@@ -253,6 +258,8 @@ class SimulatorSide:
                 step.scheduled[self._names[seq]] = tokens, True
         if step.scheduled:
             ranks.commit(plans, 1)
+        else:
+            ranks.begin_wave()
         step.finished = sorted(self._names.pop(seq) for seq, ended in ranks.outputs if ended)
         ranks.outputs.clear()
         self.arrivals.ended(step.finished, number)
@@ -263,7 +270,13 @@ class SimulatorSide:
             self.ranks.add(seq)
         for ask in self.arrivals.at(number):
             request = Request(
-                len(self._names), number, len(ask.prompt), len(ask.answer), ask.session, ask.reuse_tokens
+                len(self._names),
+                number,
+                len(ask.prompt),
+                len(ask.answer),
+                session=ask.session,
+                reuse_tokens=ask.reuse_tokens,
+                prefix_session=ask.prefix_session,
             )
             remote = ask.load_steps is not None
             seq = Sequence(request, 0, number, request.input_tokens, kv_loaded=remote)
