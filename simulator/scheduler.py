@@ -126,13 +126,15 @@ def plan_rank(rank: Rank, pool: Pool, chunks: list[tuple[Sequence, int]], given:
     budget = pool.max_num_batched_tokens - len(rank.decoding) * given.width - sum([new for _, new in chunks])
     seats = pool.max_num_seqs - len(rank.decoding) - len(rank.partial)
     loads: list[Sequence] = []
+    started: list[Sequence] = []
     blocked_by = None
     if rank.loaded:  # requests that hold KV already drain first
         loads, blocked_by = _take_loaded(rank, pool, given, seats, budget)
         budget -= len(loads) * given.width
         seats -= len(loads)
-    started, why = _take_waiting(rank, pool, chunks, given, seats, budget)
-    blocked_by = why or blocked_by
+    if rank.waiting:
+        started, why = _take_waiting(rank, pool, chunks, given, seats, budget)
+        blocked_by = why or blocked_by
     if given.defers:
         return RankPlan(started, chunks, loads, None)  # what is held back is asked again in the next step
     rank.is_saturated = blocked_by not in (None, "admission_cap")
