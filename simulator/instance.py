@@ -102,7 +102,7 @@ class Instance:
     def can_load(self, rank: int, tokens: int) -> bool:
         """Is there KV for a hand-over of `tokens`?"""
         done = self._run.steps_done(self.env.now) if self._run else 0
-        return tokens <= self._batch.room(rank, self._batch.step + done + 1)
+        return tokens <= self.ranks.room_to_load(rank, done + 1)
 
     def hold(self, rank: int, tokens: int) -> None:
         """Allocate KV for a hand-over that starts."""

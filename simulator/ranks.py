@@ -6,7 +6,7 @@ them. Knows no clock: it is told the time, and says what a step hands on.
 from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.request import Request
-from rackplan.simulator.scheduler import Rank, RankPlan, Sequence, plan_rank, running_chunks
+from rackplan.simulator.scheduler import Given, Rank, RankPlan, Sequence, plan_rank, running_chunks
 
 MOST_COALESCED_STEPS = 256
 
@@ -31,6 +31,7 @@ class Ranks:
         self._busy: set[int] = set()  # ranks with waiting or partly prefilled requests
         self._preempted: set[int] = set()  # ranks that admit nothing in the step that is planned next
         self._wave_began = 0
+        self._width = 1 + model.acceptance.draft_tokens
 
     # -- what comes from outside ----------------------------------------------------------------------------------
     def add(self, seq: Sequence) -> None:
@@ -62,6 +63,13 @@ class Ranks:
         reason = self.blocked.get(r)
         return reason is not None and not (kv_loaded and reason == "kv_full")
 
+    def room_to_load(self, r: int, steps: int) -> float:
+        """KV tokens for a hand-over to rank `r` in the step that follows `steps` from now. It may not take what prompts
+        in prefill still need; the chunks under way are counted twice."""
+        room = self.batch.room(r, self.batch.step + steps)
+        partial = self.queues[r].partial
+        return room - sum([seq.prompt_tokens - seq.computed_tokens for seq in partial]) if partial else room
+
     def begin_wave(self) -> None:
         """Nothing runs: `prefill_schedule_interval` counts from the next step on."""
         self._wave_began = self.batch.step
@@ -70,7 +78,7 @@ class Ranks:
     def plan(self, now_ns: int, visible_before_ns: int) -> dict[int, RankPlan]:
         """Plans of the ranks on which something other than decoding happens; what they admit has then begun."""
         plans: dict[int, RankPlan] = {}
-        blocked, model = self.blocked, self.model
+        blocked = self.blocked
         blocked.clear()
         if not self._busy:
             return plans
@@ -84,17 +92,9 @@ class Ranks:
             if r in self._preempted:
                 plan = RankPlan([], chunks, [], None)
             else:
-                plan = plan_rank(
-                    rank,
-                    self.pool,
-                    chunks,
-                    now_ns=now_ns,
-                    visible_before_ns=visible_before_ns,
-                    room_tokens=self._room_to_admit(r, chunks) if rank.waiting else 0.0,
-                    draft_tokens=model.acceptance.draft_tokens,
-                    replay_tokens=model.replay_tokens,
-                    defers=defers,
-                )
+                room = self._room_to_admit(r, chunks) if rank.waiting else 0.0
+                given = Given(now_ns, visible_before_ns, room, self._width, self.model.replay_tokens, defers)
+                plan = plan_rank(rank, self.pool, chunks, given)
             if plan.blocked_by:
                 blocked[r] = plan.blocked_by
             if plan.chunks or plan.loads:
@@ -105,8 +105,8 @@ class Ranks:
 
     def _running_chunks(self, r: int, visible_before_ns: int) -> list[tuple[Sequence, int]]:
         """Chunks of the prompts in prefill; where they find no KV, the last admitted give theirs back."""
-        rank, batch, width = self.queues[r], self.batch, 1 + self.model.acceptance.draft_tokens
-        chunks = running_chunks(rank, self.pool, visible_before_ns=visible_before_ns, width=width)
+        rank, batch = self.queues[r], self.batch
+        chunks = running_chunks(rank, self.pool, visible_before_ns=visible_before_ns, width=self._width)
         while chunks and batch.room(r, batch.step) < sum([new for _, new in chunks]):
             last = self._preempt_last(r)
             chunks = [chunk for chunk in chunks if chunk[0] is not last]

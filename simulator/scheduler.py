@@ -51,6 +51,21 @@ class RankPlan(NamedTuple):
     blocked_by: str | None
 
 
+class Given(NamedTuple):
+    """What a step is planned with. `visible_before_ns`: requests that became ready at or after it are not seen yet;
+    `room_tokens`: KV that no running request holds or will need in this step, to which the prefix cache gives way;
+    `width`: tokens of a decode, 1 + drafts; `replay_tokens`: recomputed after a hit; `defers`: the step computes the
+    last token of a prompt at most (`prefill_schedule_interval`).
+    """
+
+    now_ns: int
+    visible_before_ns: int
+    room_tokens: float
+    width: int
+    replay_tokens: int
+    defers: bool
+
+
 class Rank:
     """Queues and prefix cache of one data-parallel rank. `loaded`: requests whose KV came from a prefill instance;
     `partial`: prompts in prefill, in order of admission; `decoding`: in order of their first decode; `admitted`: how
@@ -105,75 +120,69 @@ def running_chunks(rank: Rank, pool: Pool, *, visible_before_ns: int, width: int
     return chunks
 
 
-def plan_rank(
-    rank: Rank,
-    pool: Pool,
-    chunks: list[tuple[Sequence, int]],
-    *,
-    now_ns: int,
-    visible_before_ns: int,
-    room_tokens: float,
-    draft_tokens: int,
-    replay_tokens: int,
-    defers: bool = False,
-) -> RankPlan:
-    """Decide what joins one rank's next step and move it out of the rank's queues.
-
-    `chunks`: of the prompts in prefill. `visible_before_ns`: requests that became ready at or after it are not seen
-    yet. `room_tokens`: KV that no running request holds or will need in this step; the prefix cache gives way to it.
-    `defers`: the step computes the last token of a prompt at most (`prefill_schedule_interval`).
-    """
-    width = 1 + draft_tokens
-    budget = pool.max_num_batched_tokens - len(rank.decoding) * width - sum([new for _, new in chunks])
+def plan_rank(rank: Rank, pool: Pool, chunks: list[tuple[Sequence, int]], given: Given) -> RankPlan:
+    """Decide what joins one rank's next step, beside the `chunks` of its prompts in prefill, and move it out of the
+    rank's queues."""
+    budget = pool.max_num_batched_tokens - len(rank.decoding) * given.width - sum([new for _, new in chunks])
     seats = pool.max_num_seqs - len(rank.decoding) - len(rank.partial)
-    limit = _chunk_limit(rank, pool, visible_before_ns)
     loads: list[Sequence] = []
     started: list[Sequence] = []
     blocked_by = None
     if rank.loaded:  # requests that hold KV already drain first
-        loads, blocked_by = _take_loaded(rank, pool, now_ns, visible_before_ns, seats, budget, width)
-        budget -= len(loads) * width
+        loads, blocked_by = _take_loaded(rank, pool, given, seats, budget)
+        budget -= len(loads) * given.width
         seats -= len(loads)
-    waiting = rank.waiting
-    while waiting and waiting[0].ready_ns < visible_before_ns:
-        seq = waiting[0]
-        no_room = "kv_full" if seq.prompt_tokens > room_tokens else None
-        blocked_by = _no_place(seats, budget, 1) or no_room or blocked_by
-        if no_room or seats <= 0 or budget <= 0:
-            break
-        cached = _cached_tokens(rank, seq, replay_tokens, pool.enable_prefix_caching)
-        if defers and cached < seq.prompt_tokens - 1:
-            break
-        waiting.popleft()
-        _start_prefill(rank, seq, now_ns, cached)
-        new = min(seq.prompt_tokens - seq.computed_tokens, limit, budget)
-        started.append(seq)
-        chunks.append((seq, new))
-        budget -= new
-        seats -= 1
-        room_tokens -= seq.computed_tokens + new  # the rest of the prompt is not allocated yet
-    if defers:
+    if rank.waiting:
+        started, why = _take_waiting(rank, pool, chunks, given, seats, budget)
+        blocked_by = why or blocked_by
+    if given.defers:
         return RankPlan(started, chunks, loads, None)  # what is held back is asked again in the next step
     rank.is_saturated = blocked_by not in (None, "admission_cap")
     return RankPlan(started, chunks, loads, blocked_by)
 
 
 def _take_loaded(
-    rank: Rank, pool: Pool, now_ns: int, visible_before_ns: int, seats: int, budget: int, width: int
+    rank: Rank, pool: Pool, given: Given, seats: int, budget: int
 ) -> tuple[list[Sequence], str | None]:
     """Move out what may start to decode, each with `width` tokens; what held the others back."""
     loads: list[Sequence] = []
-    loaded, cap = rank.loaded, pool.max_new_kv_loads_per_step
-    while loaded and loaded[0].ready_ns < visible_before_ns:
+    loaded, cap, width = rank.loaded, pool.max_new_kv_loads_per_step, given.width
+    while loaded and loaded[0].ready_ns < given.visible_before_ns:
         blocked_by = _no_place(seats - len(loads), budget - len(loads) * width, width)
         if blocked_by is None and cap is not None and len(loads) >= cap:
             blocked_by = "admission_cap"
         if blocked_by:
             return loads, blocked_by
         seq = loaded.popleft()
-        _admit(rank, seq, now_ns)
+        _admit(rank, seq, given.now_ns)
         loads.append(seq)
     return loads, None
+
+
+def _take_waiting(
+    rank: Rank, pool: Pool, chunks: list[tuple[Sequence, int]], given: Given, seats: int, budget: int
+) -> tuple[list[Sequence], str | None]:
+    """Move out what starts its prefill and append its first chunks; what held the others back."""
+    started: list[Sequence] = []
+    waiting, room_tokens = rank.waiting, given.room_tokens
+    limit = _chunk_limit(rank, pool, given.visible_before_ns)
+    while waiting and waiting[0].ready_ns < given.visible_before_ns:
+        seq = waiting[0]
+        blocked_by = _no_place(seats, budget, 1) or ("kv_full" if seq.prompt_tokens > room_tokens else None)
+        if blocked_by:
+            return started, blocked_by
+        cached = _cached_tokens(rank, seq, given.replay_tokens, pool.enable_prefix_caching)
+        if given.defers and cached < seq.prompt_tokens - 1:
+            break
+        waiting.popleft()
+        _start_prefill(rank, seq, given.now_ns, cached)
+        new = min(seq.prompt_tokens - cached, limit, budget)
+        started.append(seq)
+        chunks.append((seq, new))
+        budget -= new
+        seats -= 1
+        room_tokens -= cached + new  # the rest of the prompt is not allocated yet
+    return started, None
 
 
 def _chunk_limit(rank: Rank, pool: Pool, visible_before_ns: int) -> int:
