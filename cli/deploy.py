@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rackplan.cli import options, output, params
-from rackplan.engine import GPUS, MODELS, Deployment, InputError, load_deployment
+from rackplan.engine import GPUS, MODELS, Deployment, InputError, load_deployment, model_spec
 
 if TYPE_CHECKING:
     from rackplan.calibration.file import CalibrationFile, FittedCalibration
     from rackplan.engine.local import Machine
     from rackplan.tuner.rollout import Canary
 
+MODEL_LEN = 16_384
+"""Longest request of a profile unless given, where the model takes so long ones."""
 TARGETS = ("local", "shell", "lws", "dynamo", "llm-d")
 CLUSTER_ONLY = ("--image", "--router-image", "--model-claim", "--name", "--namespace")
 FILES_ONLY = ("--out", "--engine", "--log-dir", "--force")
@@ -48,7 +50,7 @@ def profile(
     port: params.Port = 8000,
     input_tokens: params.InputTokens = 2048,
     output_tokens: params.OutputTokens = 256,
-    max_model_len: params.MaxModelLen = 16384,
+    max_model_len: params.MaxModelLen = None,
     max_num_seqs: params.MaxSeqs = 256,
     max_num_batched_tokens: params.MaxBatched = 8192,
     gpu_memory_utilization: params.Utilization = 0.9,
@@ -73,7 +75,7 @@ def profile(
         port=port,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
-        max_model_len=max_model_len,
+        max_model_len=max_model_len or min(MODEL_LEN, model_spec(model).max_model_len),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,

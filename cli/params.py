@@ -160,7 +160,9 @@ Checkpoint = Annotated[
 ProfiledGpus = Annotated[int, _whole("--gpus", 1, "N", "GPUs of this machine to use.", 64)]
 InputTokens = Annotated[int, _whole("--input-tokens", 1, "N", "Prompt tokens of the served loads.")]
 OutputTokens = Annotated[int, _whole("--output-tokens", 2, "N", "Output tokens of the served loads.")]
-MaxModelLen = Annotated[int, _whole("--max-model-len", 64, "N", "Longest request, tokens.")]
+MaxModelLen = Annotated[
+    int | None, _whole("--max-model-len", 64, "N", "Longest request, tokens; 16384 or what the model takes.")
+]
 MaxSeqs = Annotated[int, _whole("--max-num-seqs", 1, "N", "Requests of a rank.")]
 MaxBatched = Annotated[int, _whole("--max-num-batched-tokens", 64, "N", "Tokens of a step of a rank.")]
 Utilization = Annotated[

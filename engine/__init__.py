@@ -1,6 +1,8 @@
-"""What can be deployed and how vLLM is told: models, GPUs, `Deployment`, memory.
+"""What can be deployed, and the engine itself: models, GPUs, `Deployment`, memory; commands and manifests; launching,
+verifying, profiling.
 
-Start with deployment.py. Imports nothing else of rackplan; vLLM and torch only inside the functions that need them.
+Start with deployment.py; serving.py for commands, local.py for launching, profile_run.py for measuring. Imports
+nothing else of rackplan; vLLM and torch only inside the functions that need them.
 """
 
 from rackplan.engine.deployment import Deployment, Eplb, Pool, load_deployment, parse_deployment

@@ -4,7 +4,6 @@ With CUDA graphs `vllm bench forward` times the GPU, under torchrun where an ins
 times `execute_model`, host and device in one.
 """
 
-import csv
 import os
 import re
 import subprocess
@@ -14,23 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rackplan.engine.errors import DeployError
+from rackplan.engine.forward_table import append_row, done_cases, row_of
 from rackplan.engine.local_servers import VLLM
 from rackplan.engine.profile_cases import ForwardCase
 from rackplan.engine.servers import KEEP_ENVIRONMENT, MARK, last_error, stop
 
-COLUMNS = (
-    "case",
-    "phase",
-    "ranks",
-    "new_tokens",
-    "context_tokens",
-    "decode_batch",
-    "decode_kv_len",
-    "requests_per_rank",
-    "tokens_per_rank",
-    "median_us",
-    "spread_pct",
-)
 DONE = re.compile(r"\[forward\] (\S+): (\d+) reqs, (\d+) tokens, median ([\d.]+) us, sample spread ([\d.]+)%")
 MOST_FAILURES = 3
 """A case that fails ends the run that it is in; the rest is tried again without it, so often."""
@@ -73,14 +60,6 @@ class ForwardRun:
         return [*start, *VLLM, "bench", "forward", "--model", self.model, *parallel, *how, *weights, *sizes, *named]
 
 
-def finished(table: Path) -> set[str]:
-    """Names of the cases in a table; none where there is no table."""
-    if not table.exists():
-        return set()
-    with table.open(newline="") as f:
-        return {r["case"] for r in csv.DictReader(f) if r.get("median_us")}
-
-
 def time_cases(
     run: ForwardRun,
     cases: Sequence[ForwardCase],
@@ -97,14 +76,14 @@ def time_cases(
     failed: list[str] = []
     log = table.with_suffix(".log")
     while len(failed) <= MOST_FAILURES and time.monotonic() < deadline_s:
-        left = [c for c in cases if c.name not in finished(table) and c.name not in failed]
+        left = [c for c in cases if c.name not in done_cases(table) and c.name not in failed]
         if not left:
             break
         rc = _run_once(run, left, table, log, mark, deadline_s, on_row)
         if rc == 0 or time.monotonic() >= deadline_s:
             break
-        failed += [c.name for c in left if c.name not in finished(table)][:1]
-    if not finished(table) and failed:
+        failed += [c.name for c in left if c.name not in done_cases(table)][:1]
+    if not done_cases(table) and failed:
         raise DeployError(f"no batch could be timed on {run.ranks} rank(s): {last_error(log)}")
     return failed
 
@@ -135,7 +114,7 @@ def _run_once(
         for line in _until(process, deadline_s, mark):
             out.write(line)
             if match := DONE.search(line):
-                _append(table, by_name[match[1]], run.ranks, match.groups()[1:])
+                append_row(table, row_of(by_name[match[1]], run.ranks, float(match[4]), float(match[5])))
                 on_row(f"{match[1]}: {float(match[4]) / 1e3:.2f} ms")
             elif (name := line.split(",")[0]) in by_name:  # the plug-in's row, which it has appended itself
                 on_row(f"{name}: {float(line.split(',')[-2]) / 1e3:.2f} ms")
@@ -153,16 +132,3 @@ def _until(process: subprocess.Popen[str], deadline_s: float, mark: str) -> Iter
         yield from process.stdout
     finally:
         timer.cancel()
-
-
-def _append(table: Path, case: ForwardCase, ranks: int, measured: Sequence[str]) -> None:
-    """One row, whole: a cut run keeps all that it has done."""
-    requests, tokens, median_us, spread_pct = measured
-    shape = (case.new_tokens, case.context_tokens, case.decode_batch, case.decode_kv_len)
-    row = [case.name, case.phase, ranks, *shape, requests, tokens, median_us, spread_pct]
-    new = not table.exists()
-    with table.open("a", newline="") as f:
-        writer = csv.writer(f, lineterminator="\n")
-        if new:
-            writer.writerow(COLUMNS)
-        writer.writerow(row)

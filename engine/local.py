@@ -46,7 +46,7 @@ class Machine:
         with self.state.locked():
             before = self._settled(self.state.read())
             preflight(launch, before.current)
-            return self._replace(before.current, self._new(launch), verify)
+            return self._replace(before, self._new(launch), verify)
 
     def rollback(self) -> Record:
         """End what serves and bring the previous deployment back. Raises DeployError where there is none."""
@@ -58,7 +58,7 @@ class Machine:
             self.report(f"rolling back to {state.previous.id}")
             if state.current:
                 stop(state.current.id)
-            return self._bring_up(state.current, back, lambda record: Verdict(keep=True))
+            return self._bring_up(state.current, back, lambda record: Verdict(keep=True), earlier=state.previous)
 
     def stop(self) -> int:
         """End all that serves; returns how many processes there were. A rollback can bring it back."""
@@ -92,18 +92,20 @@ class Machine:
         folder = self.state.folder / id
         return Record(id=id, phase="starting", launch=launch, folder=str(folder), started=now.isoformat("T", "seconds"))
 
-    def _replace(self, old: Record | None, new: Record, verify: Verify) -> Record:
+    def _replace(self, before: State, new: Record, verify: Verify) -> Record:
+        old = before.current
         if old is not None:
             self.report(f"ending {old.id}, which serves now")
         # Written first: from here on a tool that dies leaves `new` as what is to be cleaned up.
-        self.state.write(State(current=new, previous=old or self.state.read().previous))
+        self.state.write(State(current=new, previous=old or before.previous))
         if old is not None:
             stop(old.id)
-        return self._bring_up(old, new, verify)
+        return self._bring_up(old, new, verify, earlier=before.previous)
 
-    def _bring_up(self, old: Record | None, new: Record, verify: Verify) -> Record:
-        """`new` serving; or, on any failure, ended and `old` serving again. Raises DeployError then."""
-        previous = old or self.state.read().previous
+    def _bring_up(self, old: Record | None, new: Record, verify: Verify, *, earlier: Record | None) -> Record:
+        """`new` serving; or, on any failure, ended and `old` serving again, with `earlier` as what served before it.
+        Raises DeployError then."""
+        previous = old or earlier
         try:
             running = self._start(new, previous)
             verdict = verify(running)
@@ -113,7 +115,7 @@ class Machine:
             self.state.write(State(current=kept, previous=previous))
             return kept
         except BaseException as e:
-            self._undo(old, new, previous, e)
+            self._undo(old, new, earlier, e)
             raise
 
     def _start(self, new: Record, previous: Record | None) -> Record:
@@ -134,11 +136,11 @@ class Machine:
         self.report("the running configuration is the planned one")
         return checking
 
-    def _undo(self, old: Record | None, new: Record, previous: Record | None, error: BaseException) -> None:
+    def _undo(self, old: Record | None, new: Record, earlier: Record | None, error: BaseException) -> None:
         """End `new`; bring `old` back. Turns an error of the engine into one that says what became of it all."""
         stop(new.id)
         failed = new.model_copy(update={"phase": "failed", "reason": _told(error), "servers": ()})
-        self.state.write(State(previous=previous, last=failed))
+        self.state.write(State(previous=old or earlier, last=failed))
         if old is None:
             if isinstance(error, RackplanError):
                 raise DeployError(f"{error}; {new.id} was ended, nothing serves") from None
@@ -146,9 +148,9 @@ class Machine:
         self.report(f"not kept ({_told(error)}); bringing {old.id} back")
         again = self._new(old.launch)
         try:
-            back = self._start(again, previous)
+            back = self._start(again, earlier)
             kept = back.model_copy(update={"phase": "serving", "result": old.result})
-            self.state.write(State(current=kept, previous=None, last=failed))
+            self.state.write(State(current=kept, previous=earlier, last=failed))
         except RackplanError as e:
             stop(again.id)
             self.state.write(State(previous=old, last=failed))

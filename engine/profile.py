@@ -23,8 +23,9 @@ Status = Literal["planned", "done", "failed"]
 
 
 class ServedRun(BaseModel):
-    """One served load of a profile. `rate_req_s` is None where `concurrency` requests were kept in flight; what a fit
-    finds in the results themselves may be missing where a folder was put together by hand."""
+    """One served load of a profile. `rate_req_s` is None where `concurrency` requests were kept in flight;
+    `decode_only`: the prompts' KV was filled in, not computed. What a fit finds in the results themselves may be
+    missing where a folder was put together by hand."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     name: str = Field(min_length=1, pattern=r"^[\w.-]+$")
@@ -34,6 +35,7 @@ class ServedRun(BaseModel):
     prompts: int | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
+    decode_only: bool = False
     status: Status = "planned"
     reason: str | None = None
 
@@ -62,8 +64,8 @@ class Profile(BaseModel):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
     """What to profile. `checkpoint`: what vLLM loads, None for the model's own; `gpus`: ranks 1, 2, 4 ... up to it;
-    `budget_s`: of wall time; `input_tokens`, `output_tokens`:
-    of the served requests; `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`: of every rank."""
+    `budget_s`: of wall time; `input_tokens`, `output_tokens`: of the served requests; `max_model_len`, `max_num_seqs`,
+    `max_num_batched_tokens`: of every rank."""
 
     model: str
     gpu: str
@@ -113,6 +115,10 @@ class ProfileRequest:
             found["pd"] = self.deployment(*pools, kv_transfer={"mode": "pull"})
         return found
 
+    def decode_batches(self) -> list[int]:
+        """Requests that decode at once where nothing else runs."""
+        return sorted({1, max(1, self.max_num_seqs // 4), self.max_num_seqs})
+
     def aggregated(self, dep: int) -> Deployment:
         """One instance of `dep` ranks."""
         return self.deployment({"role": "aggregated", "dep": dep}, router={"policy": "least_requests"})
@@ -151,7 +157,8 @@ def describe_plan(request: ProfileRequest) -> list[str]:
     """What `run_profile` would do, a line each; touches nothing."""
     lines = [f"exact batches on {w} rank(s): up to {len(forward_cases(request.limits(w)))}" for w in request.ranks()]
     loads = f"a pilot at {request.max_num_seqs} in flight, then {len(LOAD_SHARES)} rates"
-    return lines + [f"served loads on {name}: {loads}" for name in request.served_deployments()]
+    lines += [f"served loads on {name}: {loads}" for name in request.served_deployments()]
+    return [*lines, f"decode steps alone, {', '.join(map(str, request.decode_batches()))} requests at a time"]
 
 
 def read_profile(folder: Path) -> Profile:

@@ -19,8 +19,9 @@ BLOCK_TOKENS = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardCase:
     """A batch: one chunk of `new_tokens` after `context_tokens` cached ones, and `decode_batch` requests that decode,
-    each at `decode_kv_len` tokens, the new one counted."""
+    each at `decode_kv_len` tokens, the new one counted. `own_name`: in place of one that states the shape."""
 
+    own_name: str = ""
     new_tokens: int = 0
     context_tokens: int = 0
     decode_batch: int = 0
@@ -34,6 +35,8 @@ class ForwardCase:
 
     @property
     def name(self) -> str:
+        if self.own_name:
+            return self.own_name
         decode = f"{self.decode_batch}_{self.decode_kv_len}"
         if self.phase == "decode":
             return f"decode_{decode}"
@@ -47,6 +50,12 @@ class ForwardCase:
         chunk = [f"{self.new_tokens}@{self.new_tokens + self.context_tokens}"] if self.new_tokens else []
         decode = [f"{self.decode_batch}*1@{self.decode_kv_len}"] if self.decode_batch else []
         return f"{self.name}={','.join(chunk + decode)}"
+
+    @property
+    def requests(self) -> list[tuple[int, int]]:
+        """(new tokens, KV length with them) of each request."""
+        chunk = [(self.new_tokens, self.new_tokens + self.context_tokens)] if self.new_tokens else []
+        return chunk + [(1, self.decode_kv_len)] * self.decode_batch
 
     @property
     def tokens(self) -> int:
@@ -72,11 +81,10 @@ class Limits:
 
     def allow(self, case: ForwardCase) -> bool:
         """Can a rank run it?"""
-        longest = max(case.new_tokens + case.context_tokens, case.decode_kv_len)
-        requests = case.decode_batch + bool(case.new_tokens)
+        longest = max(kv for _, kv in case.requests)
         return (
             case.tokens <= self.batched_tokens
-            and requests <= self.seqs
+            and len(case.requests) <= self.seqs
             and case.kv_tokens <= self.kv_tokens
             and longest <= self.model_len
         )

@@ -8,7 +8,9 @@ import secrets
 import shlex
 import sys
 import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from rackplan.engine.deploy_state import Launch
 from rackplan.engine.deployment import Deployment
 from rackplan.engine.errors import InputError, RackplanError
 from rackplan.engine.files import write_all
-from rackplan.engine.forward import ForwardRun, finished, time_cases
-from rackplan.engine.local_servers import local_commands, preflight
+from rackplan.engine.forward import ForwardRun, time_cases
+from rackplan.engine.forward_table import done_cases
+from rackplan.engine.local_servers import ROUTER, local_commands, preflight
 from rackplan.engine.machine import git_revision, gpu_names, versions, watched_environment
 from rackplan.engine.profile import FILE, LOAD_SHARES, Profile, ProfileRequest, ServedRun, Status, read_profile
 from rackplan.engine.profile_cases import forward_cases
@@ -30,6 +33,10 @@ START_TIMEOUT_S = 600.0
 LOAD_S = 25.0
 """How long arrivals last in a served load."""
 LEAST_PROMPTS, MOST_PROMPTS = 24, 600
+LEAST_DECODES, WARM_PROMPTS = 4, 8
+DECODE_BENCH = ("--kv-transfer-config", '{"kv_connector":"DecodeBenchConnector","kv_role":"kv_both"}')
+"""Fills the KV of prompts in place of computing it, so that decode steps follow one another."""
+MakeRun = Callable[[], ServedRun]
 SERVER_LOGS = ("steps_aggregated-", "steps_prefill-", "steps_decode-")
 
 
@@ -50,7 +57,9 @@ class Profiler:
         try:
             profile = self._forward(profile)
             for name, deployment in self.request.served_deployments().items():
-                profile = self._serve(profile, name, deployment)
+                profile = self._serve(profile, deployment, self._loads(name, deployment))
+            one = self.request.aggregated(1)
+            profile = self._serve(profile, one, self._decodes(one), DECODE_BENCH)
         finally:
             stop(self.mark)
         return profile
@@ -109,7 +118,7 @@ class Profiler:
                 profile = profile.model_copy(update={"failed_cases": failures})
                 self._save(profile)
             told = f", failed: {', '.join(failed)}" if failed else ""
-            self.report(f"{len(finished(table))} batches on {ranks} rank(s){told}")
+            self.report(f"{len(done_cases(table))} batches on {ranks} rank(s){told}")
         return profile
 
     def _forward_run(self, ranks: int, profile: Profile) -> ForwardRun:
@@ -126,51 +135,91 @@ class Profiler:
         )
 
     # -- served loads --------------------------------------------------------------------------------------------
-    def _serve(self, profile: Profile, name: str, deployment: Deployment) -> Profile:
-        wanted = [f"{name}_pilot", *(f"{name}_load{i}" for i in range(len(LOAD_SHARES)))]
+    def _serve(
+        self, profile: Profile, deployment: Deployment, loads: Mapping[str, MakeRun], argv: tuple[str, ...] = ()
+    ) -> Profile:
+        """Put the loads that are not done yet on servers of `deployment`. `argv`: more of the servers' commands."""
         done = {r.name for r in profile.runs if r.status == "done"}
-        if set(wanted) <= done or time.monotonic() >= self.deadline_s:
+        todo = {name: make for name, make in loads.items() if name not in done}
+        if not todo or time.monotonic() >= self.deadline_s:
             return profile
         launch = self.request.launch(deployment)
         try:
             preflight(launch, None)
-            self._start(launch)
-            for run_name in wanted:
-                if run_name not in done and time.monotonic() < self.deadline_s:
-                    profile = self._load(profile, run_name, launch)
+            self._start(launch, argv)
+            self._warm(deployment, launch)
+            for make in todo.values():
+                if time.monotonic() < self.deadline_s:
+                    profile = self._load(profile, make(), launch)
         except RackplanError as e:
-            profile = self._with(profile, self._run_of(wanted[0], deployment, prompts=1), "failed", str(e))
+            self.report(f"{next(iter(todo))} failed: {e}")
+            failed = self._run_of(next(iter(todo)), deployment, prompts=1)
+            profile = self._with(profile, failed, "failed", str(e))
         finally:
             stop(self.mark)
         return profile
 
-    def _start(self, launch: Launch) -> None:
+    def _loads(self, name: str, deployment: Deployment) -> dict[str, MakeRun]:
+        """A pilot that keeps all seats taken; then arrivals at shares of the rate that it reached."""
+        seats, pilot = self.request.max_num_seqs, f"{name}_pilot"
+
+        def at(share: float, run: str) -> ServedRun:
+            rate = share * self._rate_of(pilot)
+            prompts = min(MOST_PROMPTS, max(LEAST_PROMPTS, round(rate * LOAD_S)))
+            return self._run_of(run, deployment, prompts=prompts, rate_req_s=rate)
+
+        prompts = min(MOST_PROMPTS, max(LEAST_PROMPTS, seats))
+        loads: dict[str, MakeRun] = {
+            pilot: partial(self._run_of, pilot, deployment, prompts=prompts, concurrency=seats)
+        }
+        return loads | {f"{name}_load{i}": partial(at, s, f"{name}_load{i}") for i, s in enumerate(LOAD_SHARES)}
+
+    def _decodes(self, deployment: Deployment) -> dict[str, MakeRun]:
+        """Batches of decoding requests with nothing between their steps."""
+        names = {f"decode_{n}": n for n in self.request.decode_batches()}
+        return {
+            name: partial(
+                self._run_of, name, deployment, prompts=max(n, LEAST_DECODES), concurrency=n, decode_only=True
+            )
+            for name, n in names.items()
+        }
+
+    def _start(self, launch: Launch, argv: tuple[str, ...]) -> None:
         for log in self.folder.glob("steps_*.dp*.jsonl"):
             if log.name.startswith(SERVER_LOGS):
                 log.unlink()
         self._logged = {}
-        commands = local_commands(launch, self.mark, self.folder)
-        servers = [start(c.name, c.argv, c.env, mark=self.mark, url=c.url, log_dir=self.folder) for c in commands]
+        servers = [
+            start(
+                c.name,
+                c.argv if c.name == ROUTER else c.argv + argv,
+                c.env,
+                mark=self.mark,
+                url=c.url,
+                log_dir=self.folder,
+            )
+            for c in local_commands(launch, self.mark, self.folder)
+        ]
         left_s = self.deadline_s - time.monotonic()
         wait_healthy(servers, min(START_TIMEOUT_S, max(left_s, 1.0)), self.report)
 
-    def _load(self, profile: Profile, name: str, launch: Launch) -> Profile:
-        """One load: the pilot keeps all seats taken, the others arrive at shares of the rate that it reached."""
-        pilot, _, index = name.rpartition("_load")
-        if not pilot:
-            prompts = min(MOST_PROMPTS, max(LEAST_PROMPTS, self.request.max_num_seqs))
-            run = self._run_of(name, launch.deployment, prompts=prompts, concurrency=self.request.max_num_seqs)
-        else:
-            rate = LOAD_SHARES[int(index)] * self._rate_of(f"{pilot}_pilot")
-            prompts = min(MOST_PROMPTS, max(LEAST_PROMPTS, round(rate * LOAD_S)))
-            run = self._run_of(name, launch.deployment, prompts=prompts, rate_req_s=rate)
+    def _warm(self, deployment: Deployment, launch: Launch) -> None:
+        """A few requests before anything is measured: the first compile and allocate."""
+        run = self._run_of("warm", deployment, prompts=WARM_PROMPTS, concurrency=WARM_PROMPTS)
+        self._bench(run, launch)
+        (self.folder / f"serve_{run.name}.json").unlink()
+        self._keep_steps(run.name)
+        for log in self.folder.glob(f"steps_{run.name}.*"):
+            log.unlink()
+
+    def _load(self, profile: Profile, run: ServedRun, launch: Launch) -> Profile:
         profile = self._with(profile, run, "planned")
         try:
             self._bench(run, launch)
         except RackplanError as e:
-            self.report(f"{name} failed: {e}")
+            self.report(f"{run.name} failed: {e}")
             return self._with(profile, run, "failed", str(e))
-        self._keep_steps(name)
+        self._keep_steps(run.name)
         return self._with(profile, run, "done")
 
     def _bench(self, run: ServedRun, launch: Launch) -> None:

@@ -11,8 +11,8 @@ from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.gpu_fit import GpuFit
 from rackplan.calibration.library import calibration_file
 from rackplan.calibration.physics import Coefficients
-from rackplan.calibration.readers.forward_csv import COLUMNS
 from rackplan.engine import Deployment, parse_deployment
+from rackplan.engine.forward_table import COLUMNS
 from rackplan.simulator.arrivals import Row, TraceWorkload
 from rackplan.simulator.request import Load
 from rackplan.simulator.simulate import RunOptions, simulate

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rackplan.engine.errors import InputError
+from rackplan.engine.forward_table import COLUMNS, append_row, done_cases, row_of
 from rackplan.engine.vllm_plugin import exact_batches
-from rackplan.engine.vllm_plugin.exact_batches import COLUMNS, append_row, done_cases, main, parse_case
+from rackplan.engine.vllm_plugin.exact_batches import main, parse_case
 
 
 @given(new=st.integers(2, 4096), context=st.integers(0, 5000), batch=st.integers(0, 600), kv=st.integers(2, 9000))
@@ -18,7 +19,7 @@ def test_a_case_counts_every_request_and_token_once(new, context, batch, kv):
     assert (case.new_tokens, case.context_tokens) == (new, context)
     assert case.requests == [(new, new + context)] + [(1, kv)] * batch
     assert case.tokens == sum(tokens for tokens, _ in case.requests) == new + batch
-    row = dict(zip(COLUMNS, case.row(2, 12.5, 1.0), strict=True))
+    row = dict(zip(COLUMNS, row_of(case, 2, 12.5, 1.0), strict=True))
     assert (row["requests_per_rank"], row["tokens_per_rank"]) == (len(case.requests), case.tokens)
     assert row["phase"] == ("mixed" if batch else "prefill")
 
@@ -43,7 +44,7 @@ def test_rows_are_appended_under_one_heading_and_read_back(tmp_path):
     path = tmp_path / "new" / "forward.csv"
     assert done_cases(path) == set()
     for text in ("a=256", "b=4*1@512"):
-        append_row(path, parse_case(text).row(1, 1000.0, 2.0))
+        append_row(path, row_of(parse_case(text), 1, 1000.0, 2.0))
     assert done_cases(path) == {"a", "b"}
     assert [row["median_us"] for row in csv.DictReader(path.open())] == ["1000.0"] * 2
 

@@ -198,6 +198,9 @@ def test_a_rollback_brings_the_one_before_back_and_another_undoes_it(rack):
     first = rack.machine().deploy(rack.launch(), keep)
     second = rack.machine().deploy(rack.launch(NARROW), keep)
     assert rack.state.read().previous.launch == first.launch
+    with pytest.raises(DeployError, match="rolled back"):
+        rack.machine().deploy(rack.launch(), lambda r: Verdict(keep=False, reason="no"))
+    assert rack.state.read().current.launch == second.launch
     back = rack.machine().rollback()
     assert back.launch == first.launch
     assert len(rack.running()) == 2

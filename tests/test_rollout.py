@@ -145,3 +145,17 @@ def test_a_deployment_slower_than_predicted_is_rolled_back_and_the_comparison_ke
     err = capsys.readouterr().err.splitlines()[-1]
     assert "% worse (tolerance 5 %); rolled back" in err
     assert rack.state.read().current.launch == kept.launch
+
+
+def test_a_model_of_ones_own_is_planned_for_an_engine_on_cpus_and_the_plan_is_deployable(rack):
+    file = calibration_file("h200-v2-lite").model_copy(update={"model": rack.model, "gpu": "cpu"})
+    calibration = rack.folder / "calibration.json"
+    file.save(calibration)
+    out = rack.folder / "plan"
+    asked = ("--target-tps", "1", "--count", "output", "--per", "deployment", "--workload", "fixed:64/16")
+    slos = ("--p90-interactivity", "0.1", "--p90-ttft", "60s", "--trials", "3")
+    where = ("--gpu", "cpu", "--gpus", "2", "--calibration", str(calibration), "--out", str(out))
+    assert execute(app, "rackplan", ["plan", "--model", rack.model, *asked, *slos, *where]) == 0
+    plan = str(out / "plan.json")
+    script = ("--target", "shell", "--out", str(rack.folder / "script"))
+    assert execute(app, "rackplan", ["deploy", plan, *script]) == 0

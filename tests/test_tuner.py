@@ -249,6 +249,7 @@ def test_on_a_cpu_only_what_its_engine_runs_is_proposed(mode, prefills, width):
         deployment = make_deployment(folder, "cpu", layout, knobs, None)
         placement = Placement(device="cpu", engine_version="0.32", devices_per_node=8)
         assert server_commands(deployment, placement)
+    assert knobs.mode == "pull"
 
 
 # -- what-if ------------------------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from itertools import pairwise
 import pytest
 import yaml
 from models import aggregated, disaggregated
+from test_local_deploy import Rack
 
 from rackplan.cli.main import app, execute
 from rackplan.engine import (
+    DeployError,
     Deployment,
     InfeasibleError,
     InputError,
@@ -21,6 +23,7 @@ from rackplan.engine import (
     plan_memory,
 )
 from rackplan.engine.cluster import Cluster
+from rackplan.engine.local import Verdict
 from rackplan.engine.manifests import render_cluster
 from rackplan.engine.parser_table import check_command, parser_table
 from rackplan.engine.placement import Placement
@@ -439,3 +442,24 @@ def test_u30_a_plan_says_what_its_target_counts_and_over_what():
     assert screening["total", "gpu"] == pytest.approx(9 * screening["output", "gpu"])  # (2048 + 256) / 256
     assert screening["output", "deployment"] == -1  # the fewest GPUs that reach it: one
     assert all(map(math.isfinite, screening.values()))
+
+
+def test_u26_servers_of_another_revision_are_not_taken_for_the_new_ones(tmp_path):
+    rack = Rack(tmp_path)
+    rack.faults("old-pod")
+    with pytest.raises(DeployError, match='revision was planned as "2.*", the engine has "an older one"'):
+        rack.machine().deploy(rack.launch(), lambda record: pytest.fail("measured what was not deployed"))
+    assert rack.running() == []
+
+
+def test_u26_nothing_can_be_reverted_while_a_rollout_is_under_way(tmp_path):
+    rack = Rack(tmp_path)
+
+    def revert(record):
+        with pytest.raises(InputError, match="another rackplan is at work"):
+            rack.machine().rollback()
+        return Verdict(keep=True)
+
+    record = rack.machine().deploy(rack.launch(), revert)
+    assert rack.state.read().current.id == record.id
+    rack.machine().stop()

@@ -106,7 +106,7 @@ def make_deployment(model: str, gpu: str, layout: Layout, knobs: Knobs, max_mode
             "interval_steps": knobs.interval,
         },
         "speculation": {"draft_tokens": knobs.drafts},
-        "kv_transfer": {"mode": knobs.mode},
+        "kv_transfer": {"mode": knobs.mode} if layout.disaggregated else {},
         # Not searched: an engine has one.
         "dp_sync": {"algorithm": dp_sync_algorithm(device, engine_release(device))} if layout.ranks > 1 else {},
     }
@@ -128,7 +128,7 @@ def simplified(layout: Layout, knobs: Knobs, gpu: GpuSpec) -> Knobs:
     modes = kv_transfer_modes(gpu.device)
     changes: dict = {} if knobs.mode in modes else {"mode": modes[0]}
     if layout.disaggregated is False:
-        changes |= {"cap": 0, "mode": "push"}
+        changes |= {"cap": 0, "mode": modes[0]}
     if layout.ranks == 1:
         changes |= {"redundant": -1}
     if changes.get("redundant", knobs.redundant) < 0:

@@ -7,29 +7,19 @@ to two, except that a prefill/decode pair takes the first and the last.
 import json
 from dataclasses import dataclass, field
 
-Case = tuple[str, str, int, int, int, int]
-"""name, phase, new tokens, cached tokens, decoding requests, their KV length"""
+from rackplan.engine.profile_cases import ForwardCase
 
 
-def prefill(new: int, cached: int = 0) -> Case:
-    return (
-        (f"hit_{new}_{cached}", "prefill", new, cached, 0, 0) if cached else (f"prefill_{new}", "prefill", new, 0, 0, 0)
-    )
+def prefill(new: int, cached: int = 0) -> ForwardCase:
+    return ForwardCase(new_tokens=new, context_tokens=cached)
 
 
-def decode(batch: int, kv: int) -> Case:
-    return f"decode_{batch}_{kv}", "decode", 0, 0, batch, kv
+def decode(batch: int, kv: int) -> ForwardCase:
+    return ForwardCase(decode_batch=batch, decode_kv_len=kv)
 
 
-def mixed(new: int, batch: int, kv: int) -> Case:
-    return f"mix_{new}_{batch}", "mixed", new, 0, batch, kv
-
-
-def case_argument(case: Case) -> str:
-    """`NAME=REQS` as `vllm bench forward --case` takes it."""
-    name, _, new, cached, batch, kv = case
-    parts = [f"{new}@{new + cached}"] if new else []
-    return f"{name}={','.join(parts + ([f'{batch}*1@{kv}'] if batch else []))}"
+def mixed(new: int, batch: int, kv: int) -> ForwardCase:
+    return ForwardCase(own_name=f"mix_{new}_{batch}", new_tokens=new, decode_batch=batch, decode_kv_len=kv)
 
 
 def powers(last: int) -> list[int]:
@@ -61,7 +51,7 @@ class Forward:
     """One run of `vllm bench forward`; `ranks` > 1 is DP x EP under torchrun."""
 
     model: str
-    cases: list[Case]
+    cases: list[ForwardCase]
     args: tuple[str, ...] = ()
 
 

@@ -10,20 +10,8 @@ from rackplan.calibration.batch import Batch
 from rackplan.calibration.readers import parse
 from rackplan.calibration.rows import Row
 from rackplan.engine import InputError
+from rackplan.engine.forward_table import COLUMNS
 
-COLUMNS = (
-    "case",
-    "phase",
-    "ranks",
-    "new_tokens",
-    "context_tokens",
-    "decode_batch",
-    "decode_kv_len",
-    "requests_per_rank",
-    "tokens_per_rank",
-    "median_us",
-    "spread_pct",
-)
 PHASES = ("prefill", "decode", "mixed")
 _WANTED = f"a table with the columns {', '.join(COLUMNS)}"
 

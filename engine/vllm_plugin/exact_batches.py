@@ -12,60 +12,23 @@ not counted; spread_pct is the range of the samples' medians in percent of the m
 
 import argparse
 import asyncio
-import csv
 import gc
 import itertools
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rackplan.engine.errors import InputError
+from rackplan.engine.forward_table import append_row, done_cases, row_of
+from rackplan.engine.profile_cases import ForwardCase
 
-COLUMNS = (
-    "case", "phase", "ranks", "new_tokens", "context_tokens", "decode_batch", "decode_kv_len",
-    "requests_per_rank", "tokens_per_rank", "median_us", "spread_pct",
-)  # fmt: skip
 WARM_UP = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExactCase:
-    """One batch, the same on every rank. `context_tokens`: in the cache before the `new_tokens` of the one chunk."""
-
-    name: str
-    new_tokens: int = 0
-    context_tokens: int = 0
-    decode_batch: int = 0
-    decode_kv_len: int = 0
-
-    @property
-    def requests(self) -> list[tuple[int, int]]:
-        """(new tokens, KV length with them) of each request."""
-        chunk = [(self.new_tokens, self.new_tokens + self.context_tokens)] if self.new_tokens else []
-        return chunk + [(1, self.decode_kv_len)] * self.decode_batch
-
-    @property
-    def tokens(self) -> int:
-        """New tokens of the batch."""
-        return self.new_tokens + self.decode_batch
-
-    @property
-    def phase(self) -> str:
-        """prefill, decode or mixed."""
-        return "decode" if not self.new_tokens else "mixed" if self.decode_batch else "prefill"
-
-    def row(self, ranks: int, median_us: float, spread_pct: float) -> list[Any]:
-        """Values in the order of COLUMNS."""
-        shape = [self.new_tokens, self.context_tokens, self.decode_batch, self.decode_kv_len]
-        counts = [len(self.requests), self.tokens]
-        return [self.name, self.phase, ranks, *shape, *counts, round(median_us, 1), round(spread_pct, 2)]
-
-
-def parse_case(text: str) -> ExactCase:
+def parse_case(text: str) -> ForwardCase:
     """NAME=[N*]Q[@K][,...]. Raises InputError on anything but one chunk, equal decodes, or both."""
     name, _, batch = text.partition("=")
     chunk, decodes = (0, 0), (0, 0)
@@ -82,8 +45,8 @@ def parse_case(text: str) -> ExactCase:
             chunk = q, k - q
         else:
             raise InputError(f"--case {text}: {part} is a second chunk or a second kind of decode; one of each a case")
-    return ExactCase(
-        name=name, new_tokens=chunk[0], context_tokens=chunk[1], decode_batch=decodes[0], decode_kv_len=decodes[1]
+    return ForwardCase(
+        own_name=name, new_tokens=chunk[0], context_tokens=chunk[1], decode_batch=decodes[0], decode_kv_len=decodes[1]
     )
 
 
@@ -151,7 +114,7 @@ class ExactBatches:
         return batch, finish
 
 
-def start_engine(model: Path, cases: Sequence[ExactCase], ranks: int) -> Any:
+def start_engine(model: Path, cases: Sequence[ForwardCase], ranks: int) -> Any:
     """An engine whose limits just hold the cases. On the CPU the KV pool is VLLM_CPU_KVCACHE_SPACE GiB, 1 if unset."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -177,7 +140,7 @@ def start_engine(model: Path, cases: Sequence[ExactCase], ranks: int) -> Any:
     )
 
 
-async def measure(model: Path, cases: Sequence[ExactCase], ranks: int, samples: int, iters: int, out: Path) -> None:
+async def measure(model: Path, cases: Sequence[ForwardCase], ranks: int, samples: int, iters: int, out: Path) -> None:
     """Runs the cases and appends a row for each to `out`. Raises InputError if one does not fit in the KV pool."""
     import numpy as np
 
@@ -193,34 +156,13 @@ async def measure(model: Path, cases: Sequence[ExactCase], ranks: int, samples: 
             times = await engine.collective_rpc("time_exact_batch", args=(case.requests, samples * iters))
             us = np.array(times[0])
             spread = 100 * np.ptp(np.median(us.reshape(samples, iters), axis=1)) / np.median(us)
-            append_row(out, case.row(ranks, float(np.median(us)), float(spread)))
+            row = row_of(case, ranks, float(np.median(us)), float(spread))
+            append_row(out, row)
+            print(*row, sep=",", flush=True)
     finally:
         engine.shutdown(timeout=10)
         del engine
         gc.collect()  # its __del__ fails if left to the end of the interpreter
-
-
-def append_row(path: Path, row: Sequence[Any]) -> None:
-    """Appends `row`, after the heading in a new file, and prints it."""
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="", encoding="utf-8") as file:
-        out = csv.writer(file, lineterminator="\n")
-        if new:
-            out.writerow(COLUMNS)
-        out.writerow(row)
-    print(*row, sep=",", flush=True)
-
-
-def done_cases(path: Path) -> set[str]:
-    """Names of the cases in `path`; none if there is no such file. Raises InputError if it is another kind of file."""
-    if not path.exists():
-        return set()
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise InputError(f"--out {path}: line 1 is not the heading of exact batches; name another file")
-        return {row["case"] for row in reader}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
