@@ -66,7 +66,7 @@ def _capture_size(profile: Profile) -> int:
 def _served_rows(profile: Profile) -> list[Row]:
     """Decode steps of one aggregated rank under async scheduling: GPU time alone, routed as served text is."""
     rows: list[Row] = []
-    for run in profile.runs:
+    for run in (*profile.runs, *profile.decode_runs):
         if run.deployment.gpus > 1 or not run.deployment.pools[0].async_scheduling or not run.served.token_s:
             continue
         rows += [

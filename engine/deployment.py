@@ -56,6 +56,7 @@ class Pool(_Part):
     max_num_seqs: int = Field(256, ge=1)
     max_new_kv_loads_per_step: int | None = Field(None, ge=1)
     long_prefill_token_threshold: int = Field(0, ge=0)
+    prefill_schedule_interval: int = Field(1, ge=1)
     gpu_memory_utilization: float = Field(0.92, gt=0, le=1)
     enable_prefix_caching: bool = True
     max_cudagraph_capture_size: int = Field(512, ge=0)
@@ -232,6 +233,11 @@ def _check_pool(pool: Pool, deployment: Deployment) -> None:
         raise ValueError(f"{pool.role}.redundant_experts has no effect while eplb.enabled=false; enable or remove it")
     if pool.max_new_kv_loads_per_step is not None and pool.role != "decode":
         raise ValueError(f"{pool.role}.max_new_kv_loads_per_step has no effect; only decode pools load KV: remove it")
+    if pool.prefill_schedule_interval > 1 and pool.dep == 1:
+        raise ValueError(
+            f"{pool.role}.prefill_schedule_interval={pool.prefill_schedule_interval} has no effect at dep=1; only "
+            "data-parallel ranks keep to it: set 1"
+        )
     for key, off in EAGER.items() if deployment.gpu_spec.eager else ():
         if getattr(pool, key) != off:
             mend = f"set {off} or remove it".lower()

@@ -16,7 +16,7 @@ from rackplan.engine.specs import Device
 Flags = list[str]
 
 ASSUMED = (
-    *("--enable-chunked-prefill", "--scheduling-policy", "fcfs", "--prefill-schedule-interval", "1"),
+    *("--enable-chunked-prefill", "--scheduling-policy", "fcfs"),
     *("--watermark", "0.0", "--scheduler-reserve-full-isl", "--stream-interval", "1"),
 )
 """The scheduler as it is simulated, where no knob changes it."""
@@ -75,6 +75,7 @@ def scheduler_flags(deployment: Deployment, pool: Pool, placement: Placement, ta
     flags += ["--max-num-batched-tokens", str(pool.max_num_batched_tokens)]
     flags += ["--max-num-seqs", str(pool.max_num_seqs)]
     flags += ["--long-prefill-token-threshold", str(pool.long_prefill_token_threshold)]
+    flags += ["--prefill-schedule-interval", str(pool.prefill_schedule_interval)]
     flags += [switch("--enable-prefix-caching", pool.enable_prefix_caching, table)]
     flags += [switch("--async-scheduling", pool.async_scheduling, table), *ASSUMED]
     if needs_scheduler_class(pool, placement):

@@ -32,6 +32,7 @@ def expected_config(deployment: Deployment, pool: Pool, revision: str) -> dict[s
         "max_num_batched_tokens": pool.max_num_batched_tokens,
         "max_num_seqs": pool.max_num_seqs,
         "long_prefill_token_threshold": pool.long_prefill_token_threshold,
+        "prefill_schedule_interval": pool.prefill_schedule_interval,
         "enable_prefix_caching": pool.enable_prefix_caching,
         "async_scheduling": pool.async_scheduling,
         "data_parallel_size": pool.dep,

@@ -119,21 +119,22 @@ class DecodeBatch:
         return self._base_vector + self.growth_vector * self.step
 
     def room(self, r: int, step: int) -> float:
-        """KV tokens of rank `r` that no request holds after `step` steps, if nothing else changes."""
+        """KV tokens of rank `r` that no request needs in the step that follows `step` steps, if nothing else changes.
+        """
         return self._kv_tokens - self.held[r] - self._base[r] - self.growth[r] * step
 
     def steps_with_room(self, steps: int) -> int:
-        """At most `steps`, fewer where KV runs out before; 0 where it does in the next step."""
+        """At most `steps`, fewer where the one after them finds no KV; 0 where the next one does."""
         if self.step + steps <= self.roomy_until:
             return steps
         room = self._kv_tokens - self._held_vector - self.contexts()
         if (room < self.growth_vector * steps).any():
-            return int(np.floor(room / np.maximum(self.growth_vector, 1e-12)).min())
+            return 1 + int(np.floor(room / np.maximum(self.growth_vector, 1e-12)).min())
         return steps
 
     def ranks_short_of_room(self) -> list[int]:
         """Ranks whose next step finds no KV."""
-        short = self.contexts() + self.growth_vector + self._held_vector > self._kv_tokens
+        short = self.contexts() + self._held_vector > self._kv_tokens
         self.roomy_until = 2**62
         for r, requests in enumerate(self.requests):
             if requests:

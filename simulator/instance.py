@@ -210,6 +210,7 @@ class Instance:
 
     def _wait_for_work(self) -> Generator[simpy.Event, Any, None]:
         self._idle_since = self.env.now
+        self.ranks.begin_wave()
         self._wake = self.env.event()
         yield self._wake
         self._wake = None

@@ -6,7 +6,7 @@ them. Knows no clock: it is told the time, and says what a step hands on.
 from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.request import Request
-from rackplan.simulator.scheduler import Rank, RankPlan, Sequence, plan_rank
+from rackplan.simulator.scheduler import Rank, RankPlan, Sequence, plan_rank, running_chunks
 
 MOST_COALESCED_STEPS = 256
 
@@ -29,6 +29,8 @@ class Ranks:
         self.most_admitted = 0
         self.preemptions = 0
         self._busy: set[int] = set()  # ranks with waiting or partly prefilled requests
+        self._preempted: set[int] = set()  # ranks that admit nothing in the step that is planned next
+        self._wave_began = 0
 
     # -- what comes from outside ----------------------------------------------------------------------------------
     def add(self, seq: Sequence) -> None:
@@ -60,43 +62,73 @@ class Ranks:
         reason = self.blocked.get(r)
         return reason is not None and not (kv_loaded and reason == "kv_full")
 
+    def begin_wave(self) -> None:
+        """Nothing runs: `prefill_schedule_interval` counts from the next step on."""
+        self._wave_began = self.batch.step
+
     # -- planning a step ------------------------------------------------------------------------------------------
     def plan(self, now_ns: int, visible_before_ns: int) -> dict[int, RankPlan]:
         """Plans of the ranks on which something other than decoding happens; what they admit has then begun."""
         plans: dict[int, RankPlan] = {}
-        batch, blocked, model = self.batch, self.blocked, self.model
+        blocked, model = self.blocked, self.model
         blocked.clear()
         if not self._busy:
             return plans
+        between = (self.batch.step - self._wave_began) % self.pool.prefill_schedule_interval != 0
         for r in sorted(self._busy):
             rank = self.queues[r]
             if not rank.has_work(visible_before_ns):
                 continue
-            plan = plan_rank(
-                rank,
-                self.pool,
-                now_ns=now_ns,
-                visible_before_ns=visible_before_ns,
-                room_tokens=batch.room(r, batch.step + 1) if rank.waiting else 0.0,
-                draft_tokens=model.acceptance.draft_tokens,
-                replay_tokens=model.replay_tokens,
-            )
+            defers = between and not rank.is_saturated and bool(rank.decoding)
+            chunks = self._running_chunks(r, visible_before_ns) if rank.partial and not defers else []
+            if r in self._preempted:
+                plan = RankPlan([], chunks, [], None)
+            else:
+                plan = plan_rank(
+                    rank,
+                    self.pool,
+                    chunks,
+                    now_ns=now_ns,
+                    visible_before_ns=visible_before_ns,
+                    room_tokens=self._room_to_admit(r, chunks) if rank.waiting else 0.0,
+                    draft_tokens=model.acceptance.draft_tokens,
+                    replay_tokens=model.replay_tokens,
+                    defers=defers,
+                )
             if plan.blocked_by:
                 blocked[r] = plan.blocked_by
             if plan.chunks or plan.loads:
                 plans[r] = plan
                 self._admit(r, plan)
+        self._preempted.clear()
         return plans
+
+    def _running_chunks(self, r: int, visible_before_ns: int) -> list[tuple[Sequence, int]]:
+        """Chunks of the prompts in prefill; where they find no KV, the last admitted give theirs back."""
+        rank, batch, width = self.queues[r], self.batch, 1 + self.model.acceptance.draft_tokens
+        chunks = running_chunks(rank, self.pool, visible_before_ns=visible_before_ns, width=width)
+        while chunks and batch.room(r, batch.step) < sum([new for _, new in chunks]):
+            last = self._preempt_last(r)
+            chunks = [chunk for chunk in chunks if chunk[0] is not last]
+        return chunks
+
+    def _room_to_admit(self, r: int, chunks: list[tuple[Sequence, int]]) -> float:
+        """KV tokens for what waits; the prefix cache holds no more than that."""
+        room = self.batch.room(r, self.batch.step) - sum([new for _, new in chunks])
+        cache = self.queues[r].cache
+        if cache.tokens > room:
+            cache.evict_to(int(room))
+        return room
 
     def _admit(self, r: int, plan: RankPlan) -> None:
         batch, rank = self.batch, self.queues[r]
-        started, _, loads, _ = plan
+        started, chunks, loads, _ = plan
         if admitted := len(started) + len(loads):
             batch.enter(r, admitted)
             if admitted > self.most_admitted:
                 self.most_admitted = admitted
-        if started:
-            batch.hold(r, sum([seq.prompt_tokens for seq in started]))
+        if chunks:
+            batch.hold(r, sum([new for _, new in chunks]) + sum([seq.computed_tokens for seq in started]))
         for seq in loads:
             batch.held[r] -= seq.prompt_tokens
             batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)
@@ -125,20 +157,32 @@ class Ranks:
         return "dp_imbalance"
 
     def preempt_for_growth(self) -> None:
-        """No KV for the next tokens: the rank's last request gives its KV back and starts anew, first in line."""
+        """No KV for the next tokens: the last admitted give theirs back until there is."""
         batch = self.batch
         for r in batch.ranks_short_of_room():
-            rank = self.queues[r]
-            while rank.decoding and batch.room(r, batch.step + 1) < 0:
-                seq = next(reversed(rank.decoding))
-                seq.generated_tokens += round(seq.growth * (batch.step - seq.start_step))
-                seq.prompt_tokens = seq.request.input_tokens + seq.generated_tokens
-                batch.stop(seq)
-                seq.computed_tokens, seq.kv_loaded = 0, False
-                seq.preemptions += 1
-                self.preemptions += 1
-                rank.waiting.appendleft(seq)
-                self._busy.add(r)
+            while self.queues[r].decoding and batch.room(r, batch.step) < 0:
+                self._preempt_last(r)
+
+    def _preempt_last(self, r: int) -> Sequence:
+        """The rank's last admitted request gives its KV back and starts anew, first in line but not in this step."""
+        batch, rank = self.batch, self.queues[r]
+        seq = rank.last_admitted()
+        rank.cache.evict_to(0)
+        if seq in rank.decoding:
+            seq.generated_tokens += round(seq.growth * (batch.step - seq.start_step))
+            seq.prompt_tokens = seq.request.input_tokens + seq.generated_tokens
+            batch.stop(seq)
+        else:
+            rank.partial.remove(seq)
+            batch.held[r] -= seq.computed_tokens
+            batch.leave(r)
+        seq.computed_tokens, seq.kv_loaded = 0, False
+        seq.preemptions += 1
+        self.preemptions += 1
+        rank.waiting.appendleft(seq)
+        self._busy.add(r)
+        self._preempted.add(r)
+        return seq
 
     # -- what a step did ------------------------------------------------------------------------------------------
     def commit(self, plans: dict[int, RankPlan], steps: int) -> None:
@@ -153,7 +197,10 @@ class Ranks:
             for seq in plan.loads:
                 self.outputs.append((seq, False))
         for seq in batch.pop_ended():
-            self._end(seq, round(batch.stop(seq)))
+            cache = self.queues[seq.rank].cache
+            if cache.tokens:  # what grew took its room from the cache, before this end gives any back
+                cache.evict_to(int(batch.room(seq.rank, batch.step - 1)))
+            self._end(seq, round(batch.stop(seq)) - 1)  # the last token's KV is never computed
 
     def _prefilled(self, seq: Sequence) -> None:
         r, batch = seq.rank, self.batch

@@ -1,11 +1,14 @@
 """vLLM's scheduler for one data-parallel rank: what runs in the next step. Decisions only; it knows no clock.
 
 Order, as in vLLM: running before waiting; the running requests' decodes, then their prefill chunks; then waiting
-requests first come, first served, while tokens, sequences and KV last. The head of the line is never overtaken.
+requests first come, first served, while tokens, sequences and KV last. The head of the line is never overtaken. vLLM
+goes through the running requests in order of admission; a request behind a chunk was admitted with what that chunk left
+over, which never shrinks, so decodes before chunks is the same.
 """
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from rackplan.engine import Pool
@@ -16,7 +19,7 @@ from rackplan.simulator.request import Request
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request inside one instance. `prompt_tokens`: what has to be in the KV cache before it decodes;
-    `load_tokens`: what the router counts it with."""
+    `load_tokens`: what the router counts it with; `place`: in its rank's order of admission."""
 
     request: Request
     rank: int
@@ -35,6 +38,7 @@ class Sequence:
     scheduled_ns: int = -1
     preemptions: int = 0
     prefill_done_ns: int = -1
+    place: int = -1
 
 
 class RankPlan(NamedTuple):
@@ -49,9 +53,10 @@ class RankPlan(NamedTuple):
 
 class Rank:
     """Queues and prefix cache of one data-parallel rank. `loaded`: requests whose KV came from a prefill instance;
-    `partial`: prompts in prefill; `decoding` is in order of admission."""
+    `partial`: prompts in prefill, in order of admission; `decoding`: in order of their first decode; `admitted`: how
+    many were, ever; `is_saturated`: the last step that might admit a prompt left one waiting."""
 
-    __slots__ = ("cache", "decoding", "loaded", "partial", "waiting")
+    __slots__ = ("admitted", "cache", "decoding", "is_saturated", "loaded", "partial", "waiting")
 
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
@@ -59,6 +64,8 @@ class Rank:
         self.waiting: deque[Sequence] = deque()
         self.partial: list[Sequence] = []
         self.decoding: dict[Sequence, None] = {}
+        self.admitted = 0
+        self.is_saturated = False
 
     def has_work(self, visible_before_ns: int) -> bool:
         """Is there a prompt in prefill, or a request that came before?"""
@@ -73,30 +80,53 @@ class Rank:
     def only_decodes(self) -> bool:
         return not (self.loaded or self.waiting or self.partial)
 
+    def last_admitted(self) -> Sequence:
+        """The running request that vLLM preempts first. Raises ValueError if none runs."""
+        return max((*self.decoding, *self.partial), key=lambda seq: seq.place)
+
+    def is_shared(self, visible_before_ns: int) -> bool:
+        """Is there more than one request?"""
+        seen = len(self.decoding) + len(self.partial)
+        for queue in (self.loaded, self.waiting):
+            seen += sum(seq.ready_ns < visible_before_ns for seq in islice(queue, 2))
+        return seen > 1
+
+
+def running_chunks(rank: Rank, pool: Pool, *, visible_before_ns: int, width: int) -> list[tuple[Sequence, int]]:
+    """Chunks of the prompts in prefill, in order of admission; a decoding request takes `width` tokens of the budget.
+    """
+    budget = pool.max_num_batched_tokens - len(rank.decoding) * width
+    limit, chunks = _chunk_limit(rank, pool, visible_before_ns), []
+    for seq in rank.partial:
+        new = min(seq.prompt_tokens - seq.computed_tokens, limit, budget)
+        if new > 0:
+            chunks.append((seq, new))
+            budget -= new
+    return chunks
+
 
 def plan_rank(
     rank: Rank,
     pool: Pool,
+    chunks: list[tuple[Sequence, int]],
     *,
     now_ns: int,
     visible_before_ns: int,
     room_tokens: float,
     draft_tokens: int,
     replay_tokens: int,
+    defers: bool = False,
 ) -> RankPlan:
-    """Decide one rank's next step and move the admitted requests out of its queues.
+    """Decide what joins one rank's next step and move it out of the rank's queues.
 
-    `visible_before_ns`: requests that became ready at or after it are not seen yet. `room_tokens`: KV that no running
-    request holds or will need in this step; the prefix cache gives way to it.
+    `chunks`: of the prompts in prefill. `visible_before_ns`: requests that became ready at or after it are not seen
+    yet. `room_tokens`: KV that no running request holds or will need in this step; the prefix cache gives way to it.
+    `defers`: the step computes the last token of a prompt at most (`prefill_schedule_interval`).
     """
-    width, chunks = 1 + draft_tokens, []
-    budget = pool.max_num_batched_tokens - len(rank.decoding) * width
+    width = 1 + draft_tokens
+    budget = pool.max_num_batched_tokens - len(rank.decoding) * width - sum([new for _, new in chunks])
     seats = pool.max_num_seqs - len(rank.decoding) - len(rank.partial)
-    for seq in rank.partial:
-        new = min(seq.prompt_tokens - seq.computed_tokens, _chunk_limit(pool), budget)
-        if new > 0:
-            chunks.append((seq, new))
-            budget -= new
+    limit = _chunk_limit(rank, pool, visible_before_ns)
     loads: list[Sequence] = []
     started: list[Sequence] = []
     blocked_by = None
@@ -111,14 +141,20 @@ def plan_rank(
         blocked_by = _no_place(seats, budget, 1) or no_room or blocked_by
         if no_room or seats <= 0 or budget <= 0:
             break
+        cached = _cached_tokens(rank, seq, replay_tokens, pool.enable_prefix_caching)
+        if defers and cached < seq.prompt_tokens - 1:
+            break
         waiting.popleft()
-        _start_prefill(rank, seq, now_ns, replay_tokens, pool.enable_prefix_caching)
-        new = min(seq.prompt_tokens - seq.computed_tokens, _chunk_limit(pool), budget)
+        _start_prefill(rank, seq, now_ns, cached)
+        new = min(seq.prompt_tokens - seq.computed_tokens, limit, budget)
         started.append(seq)
         chunks.append((seq, new))
         budget -= new
         seats -= 1
-        room_tokens -= seq.prompt_tokens
+        room_tokens -= seq.computed_tokens + new  # the rest of the prompt is not allocated yet
+    if defers:
+        return RankPlan(started, chunks, loads, None)  # what is held back is asked again in the next step
+    rank.is_saturated = blocked_by not in (None, "admission_cap")
     return RankPlan(started, chunks, loads, blocked_by)
 
 
@@ -135,15 +171,22 @@ def _take_loaded(
         if blocked_by:
             return loads, blocked_by
         seq = loaded.popleft()
-        if seq.scheduled_ns < 0:
-            seq.scheduled_ns = now_ns
+        _admit(rank, seq, now_ns)
         loads.append(seq)
     return loads, None
 
 
-def _chunk_limit(pool: Pool) -> int:
-    """Most tokens of one prompt in one step."""
-    return pool.long_prefill_token_threshold or pool.max_num_batched_tokens
+def _chunk_limit(rank: Rank, pool: Pool, visible_before_ns: int) -> int:
+    """Most tokens of one prompt in one step; the threshold spares others, so one alone is not held to it."""
+    threshold = pool.long_prefill_token_threshold
+    return threshold if threshold and rank.is_shared(visible_before_ns) else pool.max_num_batched_tokens
+
+
+def _admit(rank: Rank, seq: Sequence, now_ns: int) -> None:
+    if seq.scheduled_ns < 0:
+        seq.scheduled_ns = now_ns
+    seq.place = rank.admitted
+    rank.admitted += 1
 
 
 def _no_place(seats: int, budget: int, tokens: int) -> str | None:
@@ -152,16 +195,18 @@ def _no_place(seats: int, budget: int, tokens: int) -> str | None:
     return "token_budget" if budget < tokens else None
 
 
-def _start_prefill(rank: Rank, seq: Sequence, now_ns: int, replay_tokens: int, caching: bool) -> None:
+def _cached_tokens(rank: Rank, seq: Sequence, replay_tokens: int, caching: bool) -> int:
+    """Tokens of the prompt that need no prefill."""
     request = seq.request
-    if seq.scheduled_ns < 0:
-        seq.scheduled_ns = now_ns
-    cached = 0
     if request.cached_tokens is not None and seq.preemptions == 0:
-        cached = min(request.cached_tokens, request.input_tokens - 1)
-    elif caching:
-        cached = usable_hit(request, rank.cache.match(request), replay_tokens)
-        rank.cache.take(request)
+        return min(request.cached_tokens, request.input_tokens - 1)
+    return usable_hit(request, rank.cache.match(request), replay_tokens) if caching else 0
+
+
+def _start_prefill(rank: Rank, seq: Sequence, now_ns: int, cached: int) -> None:
+    _admit(rank, seq, now_ns)
+    if seq.request.cached_tokens is None:
+        rank.cache.take(seq.request)
     seq.computed_tokens = cached
     if seq.preemptions == 0:
         seq.cached_tokens = cached

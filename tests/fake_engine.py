@@ -36,6 +36,7 @@ def config_of(argv: list[str]) -> dict:
         "max_num_batched_tokens": number(argv, "--max-num-batched-tokens"),
         "max_num_seqs": seqs // 2 if "ignore-seqs" in FAULTS else seqs,
         "long_prefill_token_threshold": number(argv, "--long-prefill-token-threshold"),
+        "prefill_schedule_interval": number(argv, "--prefill-schedule-interval", 1),
         "enable_prefix_caching": "--enable-prefix-caching" in argv,
         "async_scheduling": "--async-scheduling" in argv,
         "data_parallel_size": number(argv, "--data-parallel-size", 1),

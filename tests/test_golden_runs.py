@@ -11,7 +11,7 @@ import pytest
 from random_runs import digest_of, random_run
 
 FILE = Path(__file__).parent / "golden_runs.json"
-TRIED = 60
+TRIED = 80
 GOLDEN: dict[str, str] = json.loads(FILE.read_text()) if FILE.is_file() else {}
 
 

@@ -236,3 +236,14 @@ def test_launches_and_their_spread_come_from_the_clients(on_gpu):
     assert not {"eager_floor_ms", "launch_quantiles", "frontend_ms"} & set(on_gpu.carried)
     assert {"eager_decode_launch_ms", "host_step_ms", "transfer"} <= set(on_gpu.carried)
     assert 0 < on_gpu.frontend_ms < 20
+
+
+def test_decode_steps_alone_are_no_load_that_prompts_are_learnt_from(tmp_path):
+    profiles.write_profile(tmp_path)
+    path = tmp_path / "profile.json"
+    identity = json.loads(path.read_text())
+    identity["runs"][0]["decode_only"] = True
+    path.write_text(json.dumps(identity))
+    profile = read_profile(tmp_path)
+    assert (len(profile.runs), len(profile.decode_runs)) == (0, 1)
+    assert "frontend_ms" in fit_profile(tmp_path, "alone").carried

@@ -63,6 +63,7 @@ CHANGED = {
     "max_num_seqs": 128,
     "max_new_kv_loads_per_step": 3,
     "long_prefill_token_threshold": 1024,
+    "prefill_schedule_interval": 4,
     "gpu_memory_utilization": 0.9,
     "enable_prefix_caching": False,
     "max_cudagraph_capture_size": 256,

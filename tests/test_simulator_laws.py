@@ -41,6 +41,10 @@ def streams_of_requests(draw):
 
 @st.composite
 def deployments(draw):
+    def ranks_of(ranks):
+        dep = draw(st.sampled_from(ranks))
+        return {"dep": dep, "prefill_schedule_interval": draw(st.sampled_from([1, 3])) if dep > 1 else 1}
+
     drafts = draw(st.sampled_from([0, 0, 3]))
     model, gpu = ("deepseek-v4.1-flash", "gb300") if drafts else ("deepseek-v2-lite", "h200")
     ranks = (4, 8) if drafts else (1, 2, 4)
@@ -54,14 +58,14 @@ def deployments(draw):
         "policy": draw(st.sampled_from(["round_robin", "least_requests", "least_tokens", "prefix_affinity"]))
     }
     if draw(st.booleans()):
-        deployment = aggregated(**common, instances=draw(st.integers(1, 2)), dep=draw(st.sampled_from(ranks)))
+        deployment = aggregated(**common, instances=draw(st.integers(1, 2)), **ranks_of(ranks))
         deployment = parse_deployment({**deployment.to_dict(), **top})
         role = "aggregated"
     else:
         cap = draw(st.sampled_from([None, 1, 4]))
         deployment = disaggregated(
-            prefill={**common, "instances": 2, "dep": draw(st.sampled_from(ranks))},
-            decode={**common, "dep": draw(st.sampled_from(ranks)), "max_new_kv_loads_per_step": cap},
+            prefill={**common, "instances": 2, **ranks_of(ranks)},
+            decode={**common, **ranks_of(ranks), "max_new_kv_loads_per_step": cap},
             kv_transfer={"mode": draw(st.sampled_from(["push", "pull"]))},
             **top,
         )

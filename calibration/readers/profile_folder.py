@@ -39,12 +39,14 @@ class ProfileRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """All that a profile folder holds. `files`: names of those that were read."""
+    """All that a profile folder holds. `decode_runs`: those in which nothing but decode steps ran; `files`: names of
+    those that were read."""
 
     folder: Path
     identity: Identity
     rows: tuple[Row, ...]
     runs: tuple[ProfileRun, ...]
+    decode_runs: tuple[ProfileRun, ...]
     files: tuple[str, ...]
 
 
@@ -55,20 +57,28 @@ def read_profile(folder: Path) -> Profile:
     if not tables:
         raise InputError(f"{folder}: has no forward_dep*.csv; give {_WANTED}")
     rows = [row for table in tables for row in _FORWARD[table.suffix](table)]
-    runs, files = [], [t.name for t in tables]
+    runs: dict[bool, list[ProfileRun]] = {False: [], True: []}  # by decode_only
+    files = [t.name for t in tables]
     for i, run in enumerate(identity.runs):
         if run.status == "done":
             found, names = _served(folder, run, f"{folder / FILE}: runs.{i}.deployment")
-            runs.append(found)
+            runs[run.decode_only].append(found)
             files += names
-    for run_of in runs:
+    for run_of in (*runs[False], *runs[True]):
         for key in ("model", "gpu"):
             if getattr(run_of.deployment, key) != getattr(identity, key):
                 raise InputError(
                     f"{folder / FILE}: run {run_of.name} has {key}={getattr(run_of.deployment, key)}, the profile "
                     f"{getattr(identity, key)}; profile one at a time"
                 )
-    return Profile(folder=folder, identity=identity, rows=tuple(rows), runs=tuple(runs), files=tuple(files))
+    return Profile(
+        folder=folder,
+        identity=identity,
+        rows=tuple(rows),
+        runs=tuple(runs[False]),
+        decode_runs=tuple(runs[True]),
+        files=tuple(files),
+    )
 
 
 def _served(folder: Path, run: PlannedRun, where: str) -> tuple[ProfileRun, list[str]]:

@@ -41,6 +41,7 @@ CONFIG = {
     "max_num_seqs": "scheduler_config.max_num_seqs",
     "async_scheduling": "scheduler_config.async_scheduling",
     "long_prefill_token_threshold": "scheduler_config.long_prefill_token_threshold",
+    "prefill_schedule_interval": "scheduler_config.prefill_schedule_interval",
     "tensor_parallel_size": "parallel_config.tensor_parallel_size",
     "data_parallel_size": "parallel_config.data_parallel_size",
     "data_parallel_rank": "parallel_config.data_parallel_index",

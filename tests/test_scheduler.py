@@ -1,0 +1,65 @@
+"""The scheduler's decisions where KV or budgets are short, as vLLM's own scheduler takes them; tests_engine compares
+the two step by step.
+"""
+
+import numpy as np
+import pytest
+from models import FakeCalibration, GivenRequests, aggregated, requests, with_kv_tokens
+
+from rackplan.engine import InputError
+from rackplan.simulator.request import Load, Request
+from rackplan.simulator.simulate import RunOptions, simulate
+
+
+def run(deployment, reqs):
+    return simulate(deployment, GivenRequests(reqs), Load(), FakeCalibration(), RunOptions())
+
+
+def by_request(result, name):
+    return getattr(result, name)[np.argsort(result.request_id)]
+
+
+def test_the_threshold_for_long_prompts_spares_others_and_leaves_one_alone_as_it_is():
+    limited, free = aggregated(long_prefill_token_threshold=300), aggregated()
+    alone = requests([0.0], 1000, 5)
+    assert run(limited, alone).finish_ns == run(free, alone).finish_ns
+    two = requests([0.0, 0.0], 1000, 5)
+    assert run(limited, two).first_token_ns.min() > run(free, two).first_token_ns.min()
+
+
+@pytest.mark.parametrize(("spare", "preemptions"), [(0, 0), (-1, 1)])
+def test_a_request_holds_kv_for_all_its_tokens_but_the_last(spare, preemptions):
+    # Both run side by side; in their last step each holds 100 + 50 - 1 tokens.
+    deployment = with_kv_tokens(aggregated(), "aggregated", 2 * 149 + spare)
+    assert run(deployment, requests([0.0, 0.0], 100, 50)).pools[0].preemptions == preemptions
+
+
+def test_the_request_admitted_last_is_preempted_even_in_its_prefill():
+    # The second prompt takes chunks of what the budget leaves; the first one's growth takes the KV of its last chunks.
+    deployment = with_kv_tokens(aggregated(max_num_batched_tokens=8, max_num_seqs=8), "aggregated", 100)
+    result = run(deployment, requests([0.0, 0.0], [20, 74], [60, 2]))
+    assert result.pools[0].preemptions == 1
+    first, second = by_request(result, "finish_ns")
+    assert first < by_request(result, "first_token_ns")[1] < second
+
+
+def test_prompts_wait_for_their_step_where_a_rank_decodes():
+    # Both ranks decode from time 0; what comes at 50 ms waits for a step whose number is a multiple of the interval.
+    arrivals = requests([0.0, 0.0, 0.050], [100, 100, 50], [400, 400, 2])
+    waits_ms = {}
+    for every in (1, 50):
+        result = run(aggregated(dep=2, prefill_schedule_interval=every, async_scheduling=False), arrivals)
+        waits_ms[every] = by_request(result, "scheduled_ns")[2] / 1e6 - 50
+    assert waits_ms[1] < 5
+    first_ms = by_request(result, "first_token_ns")[0] / 1e6
+    assert waits_ms[50] + 50 == pytest.approx(first_ms + 49 * 3.51, rel=0.01)  # steps 1 to 49 decode
+
+
+def test_an_interval_for_prompts_without_data_parallel_ranks_is_refused():
+    with pytest.raises(InputError, match=r"prefill_schedule_interval=4 has no effect at dep=1.*set 1"):
+        aggregated(prefill_schedule_interval=4)
+
+
+def test_the_last_token_of_an_answer_leaves_no_kv_to_hit():
+    turns = [Request(0, 0, 1000, 24, session=7), Request(1, 2_000_000_000, 1200, 2, session=7, reuse_tokens=1024)]
+    assert run(aggregated(), turns).cached_tokens.tolist() == [0, 1008]  # of 1023 tokens in 63 whole blocks
