@@ -37,21 +37,35 @@ def write_report(plan: Document, path: Path) -> None:
 
 def render_report(plan: Document) -> str:
     """The report's HTML. All text of the plan is escaped."""
+    return page(
+        title=f"rackplan: {wording.target_phrase(plan['target'])}",
+        header="\n".join(_header(plan)),
+        sections=_sections(plan),
+        footer=_footer(plan["provenance"]),
+    )
+
+
+def page(*, title: str, header: str, sections: Iterable[str], footer: str = "") -> str:
+    """One HTML file with its script and style inside. `title`, `footer`: text; `header`, `sections`: HTML."""
     from plotly.offline import get_plotlyjs
 
-    template = Template((files("rackplan.cli") / "templates" / "report.html").read_text(encoding="utf-8"))
+    template = Template((files("rackplan.cli") / "templates" / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
-        title=escape(f"rackplan: {wording.target_phrase(plan['target'])}"),
-        verdict=escape(wording.verdict(plan)),
-        verdict_class="feasible" if plan["feasible"] else "infeasible",
-        slo=escape(wording.slo_phrase(plan["slo"])),
-        warnings="\n".join(f'<p class="warning">{escape(w)}</p>' for w in plan.get("warnings", ())),
-        facts=_facts(plan),
-        inputs=escape(wording.inputs_phrase(plan["inputs"])),
+        title=escape(title),
+        header=header,
         plotly_js=get_plotlyjs(),
-        sections="\n".join(_sections(plan)),
-        footer=escape(_footer(plan["provenance"])),
+        sections="\n".join(sections),
+        footer=escape(footer),
     )
+
+
+def _header(plan: Document) -> Iterable[str]:
+    kind = "feasible" if plan["feasible"] else "infeasible"
+    heading = f"<h1>{escape(wording.verdict(plan))}</h1><p>Subject to {escape(wording.slo_phrase(plan['slo']))}.</p>"
+    yield f'<div class="verdict {kind}">{heading}</div>'
+    yield from (f'<p class="warning">{escape(w)}</p>' for w in plan.get("warnings", ()))
+    yield _facts(plan)
+    yield f'<p class="quiet">Every effective input: <code>{escape(wording.inputs_phrase(plan["inputs"]))}</code></p>'
 
 
 def _sections(plan: Document) -> Iterable[str]:

@@ -3,14 +3,12 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
-from string import Template
 from typing import Any
 
 import plotly.graph_objects as go
 
 from rackplan.cli.charts import BLACK, BLUE, VERMILLION, styled
-from rackplan.cli.report import chart, section, table
+from rackplan.cli.report import chart, page, section, table
 from rackplan.cli.wording import number
 
 Document = Mapping[str, Any]
@@ -19,9 +17,6 @@ BAND_PCT = 10
 
 def render_validation(document: Document) -> str:
     """The page's HTML; all text of the document is escaped."""
-    from plotly.offline import get_plotlyjs
-
-    template = Template((files("rackplan.cli") / "templates" / "validation.html").read_text(encoding="utf-8"))
     groups: dict[str, list[Document]] = defaultdict(list)
     for row in document["rows"]:
         groups[row["unit"]].append(row)
@@ -30,11 +25,11 @@ def render_validation(document: Document) -> str:
         + chart(predicted_over_measured(rows, unit), f"validation-{i}")
         for i, (unit, rows) in enumerate(groups.items())
     ]
-    return template.substitute(
-        title=escape(f"rackplan: validation of {document['name']}"),
-        heading=escape(f"Calibration {document['name']} against what was measured"),
-        plotly_js=get_plotlyjs(),
-        sections="\n".join([section("By metric"), _metric_table(document["by_metric"]), *charts, _row_table(document)]),
+    heading = f"Calibration {document['name']} against what was measured"
+    return page(
+        title=f"rackplan: validation of {document['name']}",
+        header=f"<h1>{escape(heading)}</h1>",
+        sections=[section("By metric"), _metric_table(document["by_metric"]), *charts, _row_table(document)],
     )
 
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from test_model_folder import QWEN3_MOE
 
 from rackplan.calibration.batch import Batch, gpu_terms_ms
 from rackplan.calibration.file import FittedCalibration
@@ -17,20 +18,6 @@ from rackplan.simulator.arrivals import Row, TraceWorkload
 from rackplan.simulator.request import Load
 from rackplan.simulator.simulate import RunOptions, simulate
 
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 256,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "vocab_size": 4096,
-    "max_position_embeddings": 8192,
-    "dtype": "bfloat16",
-}
 TRUTH = {
     "step_fixed_ms": 2.5,
     "dense_read_efficiency": 0.5,
@@ -53,7 +40,7 @@ PREFILLS = [(n, c) for n in (64, 128, 256, 512, 1024) for c in (0, 1024)]
 def tiny_model(folder: Path) -> str:
     """A folder with the configuration of a small mixture of experts."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(QWEN3_MOE))
     return str(folder)
 
 

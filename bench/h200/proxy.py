@@ -13,14 +13,7 @@ from typing import TextIO
 
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+from rackplan.engine.router import REMOTE_DECODE
 
 
 class Proxy:
