@@ -65,7 +65,7 @@ def show_simulation(document: Document, console: Console) -> None:
     """What `simulate` found out about one given deployment."""
     metrics = document["metrics"]
     headline = (
-        f"{number(metrics['gpus'], 6)} GPUs, {wording.deployment_phrase(document['deployment'])}: "
+        f"{wording.gpus_phrase(metrics['gpus'])}, {wording.deployment_phrase(document['deployment'])}: "
         f"{rate(metrics['throughput_total_tok_s_per_gpu'])} total tok/s/GPU, "
         f"P90 interactivity {number(metrics['interactivity_tok_s_user']['p90'])} tok/s/user, "
         f"P90 TTFT {time_ms(metrics['ttft_ms']['p90'])}"

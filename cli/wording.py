@@ -29,6 +29,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def gpus_phrase(count: float) -> str:
+    """1 GPU, 36 GPUs."""
+    return f"{number(count, 6)} GPU{'' if count == 1 else 's'}"
+
+
 def rate(value: float | None) -> str:
     """Tokens per second as 954k or 1.2M, without the unit."""
     if value is None or not math.isfinite(value) or abs(value) < 10_000:
@@ -129,7 +134,7 @@ def verdict(plan: Mapping[str, Any]) -> str:
     margin = plan.get("margin_pct")
     sign = f", {margin:+.1f} %" if margin is not None else ""
     return (
-        f"Feasible: {number(metrics['gpus'], 6)} GPUs, {deployment_phrase(plan['deployment'])}, "
+        f"Feasible: {gpus_phrase(metrics['gpus'])}, {deployment_phrase(plan['deployment'])}, "
         f"{rate(achieved_tps(metrics, target))} {unit(target)} "
         f"(target {rate(target['tps'])} {target['count']} per {target['per']}{sign})"
     )
