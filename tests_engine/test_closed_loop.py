@@ -61,6 +61,9 @@ def test_a_profile_identifies_itself_and_did_all_its_loads(profiled):
         "dep1_pilot": "done",
         "dep1_load0": "done",
         "dep1_load1": "done",
+        "decode_1": "done",
+        "decode_8": "done",
+        "decode_32": "done",
     }
     assert len((profiled / "forward_dep1.csv").read_text().splitlines()) > 20
 
