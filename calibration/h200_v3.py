@@ -17,6 +17,7 @@ from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, sol
 from rackplan.calibration.h200_rows import DATA
 from rackplan.calibration.library import calibration_file
 from rackplan.calibration.physics import Coefficients, PhysicalCost
+from rackplan.calibration.profile_terms import LAUNCHES
 from rackplan.calibration.readers.forward_csv import forward_rows
 from rackplan.calibration.rows import Row
 from rackplan.engine import ModelSpec, model_spec
@@ -26,13 +27,6 @@ FILES = {"bench_forward_v3_L2_dep1.csv": 2, "bench_forward_v3_L4_dep1.csv": 4, "
 """Layers of the slice by file."""
 KV_BYTES_PER_LAYER = 2 * 576
 """The slices kept BF16 KV: 512 + 64 values a token and layer."""
-LAUNCHES = (
-    "piecewise_floor_ms",
-    "eager_floor_ms",
-    "eager_decode_launch_ms",
-    "eager_ep_launch_ms",
-    "eager_token_launch_ms",
-)
 CARRIED = (
     *("host_step_ms", "host_request_ms", "admission_token_ms"),
     *("ring_hop_ms", "doubling_round_ms", "nccl_sync_ms"),

@@ -90,9 +90,10 @@ def _of_server(server: ServerCommand, launch: Launch) -> LocalCommand:
 def preflight(launch: Launch, replaced: Record | None) -> None:
     """Raises InputError or InfeasibleError where `launch` could not run here once `replaced` is gone."""
     plans = check_memory(launch.deployment)
-    server_commands(launch.deployment, placement_of(launch, "preflight", Path(os.devnull)))  # every flag is known
+    # Every flag is known.
+    servers = server_commands(launch.deployment, placement_of(launch, "preflight", Path(os.devnull)))
     _check_engine(launch)
-    _check_ports(launch, replaced)
+    _check_ports(launch, servers, replaced)
     if launch.device == "cpu":
         need_gib = sum(
             (p.usable_gib - p.runtime_gib + CPU_RUNTIME_GIB) * pool.gpus
@@ -108,9 +109,8 @@ def _check_engine(launch: Launch) -> None:
         raise InputError(f"--python {launch.python}: has vLLM {found}, the deployment is for {launch.engine_version}")
 
 
-def _check_ports(launch: Launch, replaced: Record | None) -> None:
+def _check_ports(launch: Launch, servers: tuple[ServerCommand, ...], replaced: Record | None) -> None:
     ours = {p.pid for p in processes_of(replaced.id)} if replaced else set()
-    servers = server_commands(launch.deployment, placement_of(launch, "preflight", Path(os.devnull)))
     for port in sorted({launch.port, *(s.port for s in servers if s.port)}):
         with socket.socket() as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
