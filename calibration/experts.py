@@ -5,6 +5,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from rackplan.simulator.eplb import replicate
+
 
 @lru_cache(maxsize=256)
 def _choice_shares(experts: int, top_k: int, sigma: float) -> np.ndarray:
@@ -26,3 +28,14 @@ def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0)
     if sigma == 0.0:
         return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
     return float((1.0 - (1.0 - _choice_shares(experts, top_k, sigma)) ** tokens).sum())
+
+
+@lru_cache(maxsize=65536)
+def replicas_touched(tokens: float, experts: int, top_k: int, sigma: float, redundant: int) -> float:
+    """Expected number of replicas with a token, where EPLB gives `redundant` more to the hottest experts: each serves
+    an equal share of its expert's tokens, and each is read."""
+    if not redundant:
+        return experts_touched(tokens, experts, top_k, sigma)
+    shares = _choice_shares(experts, top_k, sigma)
+    replicas = replicate(shares[None], experts + redundant)[2][0]
+    return float((replicas * (1.0 - (1.0 - shares) ** (tokens / replicas))).sum())

@@ -26,8 +26,18 @@ class Figure(NamedTuple):
     @property
     def value(self) -> float:
         """The number; the middle of a range 'a to b'."""
-        parts = [float(x) for x in self.text.split(" to ")]
-        return sum(parts) / len(parts)
+        return sum(self.ends) / 2
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Least and greatest of a range, the number twice where there is one."""
+        low, _, high = self.text.partition(" to ")
+        return float(low), float(high or low)
+
+    def error_pct(self, predicted: float) -> float:
+        """Signed, %. Against a range it counts from its nearer end, and within it there is none."""
+        low, high = self.ends
+        return (predicted / min(max(predicted, low), high) - 1) * 100
 
 
 class Predictor(NamedTuple):

@@ -1,14 +1,21 @@
 """A calibration file: what was fitted, from what, how far it may be trusted; and the `Calibration` that it makes."""
 
+from __future__ import annotations
+
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from rackplan.calibration.expert_parts import draft_part, part_balancedness, rearrange_ms, target_part
 from rackplan.calibration.physics import Coefficients, EngineFix, PhysicalCost
 from rackplan.engine import Deployment, InputError, Pool
-from rackplan.simulator.cost import TransferCost
+from rackplan.simulator.cost import STEADY, PlacedAt, TransferCost
+
+if TYPE_CHECKING:
+    from rackplan.simulator.rearrange import Rearrangement
 
 MOST_MS = 3.6e6
 """No constant of a step is longer than an hour: beyond it a file is damaged, or in other units."""
@@ -128,42 +135,49 @@ class FittedCalibration:
         changes = _named(file, "older_engines", older) if older else {}
         self.coefficients = file.coefficients.model_copy(update=changes)
 
-    def pool_cost(self, deployment: Deployment, pool: Pool) -> PhysicalCost:
+    def pool_cost(self, deployment: Deployment, pool: Pool, placed: PlacedAt = STEADY) -> PhysicalCost:
         """Raises InputError where the deployment's model or GPU is not the calibrated one."""
         for key in ("model", "gpu"):
             asked, has = getattr(deployment, key), getattr(self.file, key)
             if asked != has:
                 raise InputError(f"{key}={asked}: calibration {self.name} was fitted on {has}; choose one for {asked}")
-        return self.cost_on(deployment, pool, self.fixes_off)
+        return self.cost_on(deployment, pool, self.fixes_off, placed)
 
-    def cost_on(self, deployment: Deployment, pool: Pool, fixes_off: tuple[str, ...] = ()) -> PhysicalCost:
+    def cost_on(
+        self, deployment: Deployment, pool: Pool, fixes_off: tuple[str, ...] = (), placed: PlacedAt = STEADY
+    ) -> PhysicalCost:
         """The cost with some fixes undone, on whatever GPU the deployment names: for comparing figures."""
         fixes = tuple(_named(self.file, "fixes", name) for name in fixes_off)
-        return PhysicalCost(self.coefficients, deployment, pool, fixes)
+        cost = PhysicalCost(self.coefficients, deployment, pool, fixes)
+        part = draft_part(deployment, pool, self.file.draft_sigma)
+        if part and part.skew_sigma:
+            cost.draft_balancedness = partial(part_balancedness, part, deployment, pool, placed=placed)
+        return cost
 
     def transfer_cost(self, deployment: Deployment) -> TransferCost:
         return TransferCost(**self.file.transfer.model_dump())
 
-    def balancedness(self, deployment: Deployment, pool: Pool, tokens_per_rank: float) -> float:
+    def balancedness(
+        self, deployment: Deployment, pool: Pool, tokens_per_rank: float, placed: PlacedAt = STEADY
+    ) -> float:
         """Mean / max of routed tokens per GPU in a step. One popularity of experts serves prefill and decode alike,
         as one text does."""
-        from rackplan.simulator.expert_load import expert_balancedness
+        return part_balancedness(
+            target_part(deployment, self.file.target_sigma), deployment, pool, tokens_per_rank, placed
+        )
 
-        if pool.gpus_per_instance == 1 or tokens_per_rank <= 0:
-            return 1.0
-        model = deployment.model_spec
-        return float(
-            expert_balancedness(
-                experts=model.routed_experts,
-                top_k=model.top_k,
-                layers=model.moe_layers,
-                gpus=pool.gpus_per_instance,
-                redundant_experts=deployment.redundant_experts(pool),
-                eplb=deployment.eplb.enabled,
-                skew_sigma=self.file.target_sigma,
-                tokens_per_gpu=tokens_per_rank * pool.dep / pool.gpus_per_instance,
-                window_steps=deployment.eplb.window_steps,
-                interval_steps=deployment.eplb.interval_steps,
+    def rearrangement(
+        self, deployment: Deployment, pool: Pool, *, first: bool, drift_per_step: float
+    ) -> Rearrangement:
+        """One rearrangement of EPLB, target and draft, over the fitted share of NVLink."""
+        from rackplan.simulator.rearrange import Rearrangement
+
+        draft = draft_part(deployment, pool, self.file.draft_sigma)
+        parts = [target_part(deployment, self.file.target_sigma), *([draft] if draft else [])]
+        link_gb_per_s = deployment.gpu_spec.nvlink_gb_s / 2 * min(1.0, self.coefficients.link_efficiency)
+        return Rearrangement(
+            *rearrange_ms(
+                parts, deployment, pool, link_gb_per_s=link_gb_per_s, first=first, drift_per_step=drift_per_step
             )
         )
 

@@ -6,12 +6,13 @@ outside the measured range still scales as the hardware does. Equations and limi
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rackplan.calibration.experts import experts_touched
+from rackplan.calibration.experts import experts_touched, replicas_touched
 from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
 from rackplan.simulator.cost import FloatArray, SharedTime
 
@@ -55,6 +56,10 @@ class Coefficients(BaseModel):
     combine_bytes: float = Field(2.0, gt=0)
     draft_fixed_ms: float = Field(0.0, ge=0)
     draft_token_ms: float = Field(0.0, ge=0)
+    # share of what as many layers of the target take, beside experts, that the draft's layers take
+    draft_layer_share: float = Field(0.0, ge=0)
+    # mapping tokens to replicas and recording their load, a step, where EPLB is on
+    eplb_record_ms: float = Field(0.0, ge=0)
     # GPU, each rank's own
     decode_request_ms: float = Field(0.0, ge=0)
     decode_query_ms: float = Field(0.0, ge=0)
@@ -98,8 +103,8 @@ def padded_tokens(tokens: int, capture_limit: int) -> int:
 
 
 class PhysicalCost:
-    """`PoolCost` of one pool from specs and coefficients. `fixes_off`: engine fixes to undo (see EngineFix); `model`:
-    what a profile ran in place of the deployment's model, e.g. some of its layers."""
+    """`PoolCost` of one pool from specs and coefficients. `fixes_off`: engine fixes to undo (see EngineFix); `model`,
+    `gpu`: what a profile ran in place of the deployment's, e.g. some of the model's layers."""
 
     def __init__(
         self,
@@ -108,13 +113,14 @@ class PhysicalCost:
         pool: Pool,
         fixes_off: tuple[EngineFix, ...] = (),
         model: ModelSpec | None = None,
+        gpu: GpuSpec | None = None,
     ) -> None:
         self.c = coefficients
         self.launch_quantiles = coefficients.launch_quantiles
         self.launch_correlation = coefficients.launch_correlation
         self._wave_tokens = coefficients.prefill_wave_tokens
         self.model: ModelSpec = model or deployment.model_spec
-        self.gpu: GpuSpec = deployment.gpu_spec
+        self.gpu: GpuSpec = gpu or deployment.gpu_spec
         self.pool = pool
         self.drafts = deployment.speculation.draft_tokens
         self.sync_algorithm = deployment.dp_sync.algorithm
@@ -135,6 +141,9 @@ class PhysicalCost:
         self._replay_layers = max(0, m.replay_layers - sum(f.full_layers for f in fixes_off))
         self._token_fix_ms = sum(f.per_token_ms for f in fixes_off)
         self._expert_flops = 6.0 * m.hidden * m.expert_intermediate
+        self._redundant_experts = deployment.redundant_experts(pool)
+        self._record_ms = c.eplb_record_ms if deployment.eplb.enabled and self.width > 1 else 0.0
+        self.draft_balancedness: Callable[[float], float] | None = None
         self._shared = lru_cache(maxsize=65536)(self._shared_time)
         late = sum(1.0 / i for i in range(1, pool.dep + 1)) - 1.0  # expected extra of the latest of dep ranks
         self._host_fixed_ms = c.host_step_ms + c.host_jitter_ms * late
@@ -178,7 +187,7 @@ class PhysicalCost:
         full_ms, full_excess = self._moe_ms(total, m.moe_layers * (1 - narrow_share), balancedness)
         thin_ms, thin_excess = self._moe_ms(narrow, m.moe_layers * narrow_share, balancedness)
         prefill_share = prefill_tokens / total if total else 0.0
-        dense_ms = c.step_fixed_ms + self._dense_ms(padded, prefill_share)
+        dense_ms = c.step_fixed_ms + self._dense_ms(padded, prefill_share) + self._record_ms
         dense_ms += c.prefill_chunk_ms * prefill_chunks / self.pool.dep
         if c.prefill_causal_ms and prefill_chunks:
             # Exact where the chunks are alike: of unlike ones only the sum is at hand.
@@ -188,7 +197,7 @@ class PhysicalCost:
         # All-to-all brings the hottest GPU its tokens' activations too; all-gather brings every GPU the same.
         crowding_ms = volume_ms * (1 / balancedness - 1) if c.all_to_all else 0.0
         target = (dense_ms, full_ms + thin_ms, full_excess + thin_excess + crowding_ms, latency_ms + volume_ms)
-        draft_ms = self._draft_ms(widest, total) if self.drafts else 0.0
+        draft_ms = self._draft_ms(widest, total, dense_ms + latency_ms) if self.drafts else 0.0
         wait_ms = self._weight_wait_ms(sum(target)) if self.pool.offload.group_size else 0.0
         return SharedTime(*target, draft_ms, wait_ms)
 
@@ -233,7 +242,8 @@ class PhysicalCost:
         if tokens <= 0 or layers <= 0:
             return 0.0, 0.0
         m, g, c = self.model, self.gpu, self.c
-        touched = experts_touched(tokens, m.routed_experts, m.top_k, c.routing_sigma) / self.width
+        touched = replicas_touched(tokens, m.routed_experts, m.top_k, c.routing_sigma, self._redundant_experts)
+        touched /= self.width
         read_ms = layers * touched * m.bytes_per_routed_expert / (g.hbm_tb_s * 1e9 * c.moe_read_efficiency)
         flops = tokens * m.top_k / self.width * self._expert_flops
         flop_ms = layers * flops / (self._flop_rate("fp4") * c.moe_flop_efficiency)
@@ -242,28 +252,39 @@ class PhysicalCost:
 
     def _communication_ms(self, tokens: int, prefill_share: float, narrow_share: float) -> tuple[float, float]:
         """(latency, time of the bytes) of dispatch and combine of every MoE layer, under even routing. All-gather +
-        reduce-scatter moves every rank's tokens to every GPU; all-to-all moves each token once to every GPU that holds
-        one of its experts."""
+        reduce-scatter moves every rank's tokens to every GPU; all-to-all moves a token to each of its experts that lies
+        on another GPU."""
         if self.width == 1:
             return 0.0, 0.0
         m, c = self.model, self.c
-        copies = float(self.width - 1)
-        if c.all_to_all:
-            copies *= 1 - (1 - 1 / self.width) ** m.top_k
+        copies = m.top_k * (self.width - 1) / self.width if c.all_to_all else self.width - 1.0
         layers = m.moe_layers * (1 - prefill_share * narrow_share)
         volume = tokens * copies * m.hidden * (c.dispatch_bytes + c.combine_bytes) * layers
         link_bytes_ms = self.gpu.nvlink_gb_s / 2 * 1e6  # one direction
         latency = c.comm_fixed_ms + c.comm_rank_ms * math.log2(self.width)
         return latency, volume / (link_bytes_ms * c.link_efficiency)
 
-    def _draft_ms(self, widest: int, total: int) -> float:
-        """The draft's experts are read once a step; its other work is a constant and a part per token."""
+    def _draft_ms(self, widest: int, total: int, layers_ms: float) -> float:
+        """The draft's experts, with the hottest GPU's tokens where popularity is known; its other work is a constant, a
+        part per token, and a share of what as many of the target's layers take beside experts (`layers_ms`: all)."""
         draft, c = self.model.draft, self.c
         if draft is None:
             return 0.0
-        touched = experts_touched(total, draft.experts, draft.top_k) / self.width
-        read_ms = touched / draft.experts * draft.bytes / (self.gpu.hbm_tb_s * 1e9 * c.moe_read_efficiency)
-        return read_ms + c.draft_fixed_ms + c.draft_token_ms * widest
+        other_ms = c.draft_fixed_ms + c.draft_token_ms * widest
+        if c.draft_layer_share:
+            other_ms += c.draft_layer_share * draft.layers / self.model.layers * layers_ms
+        read_bytes_ms = self.gpu.hbm_tb_s * 1e9 * c.moe_read_efficiency
+        if self.draft_balancedness is None:
+            touched = experts_touched(total, draft.experts, draft.top_k) / self.width
+            return touched / draft.experts * draft.bytes / read_bytes_ms + other_ms
+        routed = total * self.drafts / (1 + self.drafts)
+        touched = replicas_touched(routed, draft.experts, draft.top_k, 0.0, self._redundant_experts) / self.width
+        read_ms = touched / draft.experts * draft.bytes / read_bytes_ms
+        # An expert of either part does the arithmetic of its bytes.
+        expert_flops = draft.bytes / (draft.layers * draft.experts) / self.model.bytes_per_routed_expert
+        flops = draft.layers * routed * draft.top_k / self.width * expert_flops * self._expert_flops
+        flop_ms = flops / (self._flop_rate("fp4") * c.moe_flop_efficiency)
+        return self._roofline(read_ms, flop_ms / self.draft_balancedness(routed / self.pool.dep)) + other_ms
 
     def _roofline(self, read_ms: float, flop_ms: float) -> float:
         """Smooth maximum: the two overlap, but not perfectly where they are close."""

@@ -22,6 +22,8 @@ DECODE_REQUESTS = 512
 leave, and are the largest captured CUDA graph."""
 PAIR_MS = 61 * 6.715 / (65536 * 1024)
 """MLA of 32 prompts of 2,048 tokens takes 6.715 ms a layer (vendor's kernel chart, GB200); there are 61."""
+MOE_FLOP_EFFICIENCY = 0.32
+"""MoE of R1's shape in NVFP4: 65,536 tokens take 14.4 ms a layer, 3.2 of 10 PFLOP/s (vendor's kernel chart, GB200)."""
 DISPATCH_BYTES_FP16 = 2.0
 UNSURE_PCT = 25.0
 """Median error outside the two figures: the spread that the same batch assumption, from 256 to 768, makes in decode."""
@@ -42,6 +44,7 @@ def _carried() -> Coefficients:
     return base.model_copy(
         update={
             "routing_sigma": 0.0,
+            "moe_flop_efficiency": MOE_FLOP_EFFICIENCY,
             "all_to_all": False,
             "dispatch_bytes": DISPATCH_BYTES_FP16 * fit_value("F65"),
             "combine_bytes": 2.0,

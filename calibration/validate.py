@@ -90,7 +90,7 @@ CHECKS: dict[str, dict[str, Predictor]] = {
         "F43": Predictor(lambda c: _decode_step_ms(c, 32, "recursive_doubling"), STEP_ASSUMPTION),
         **replay.PUBLISHED,
     },
-    "gb200-v3": {"F61": Predictor(_gb200_over_h200, "the middle of the range; H200 at F66 and 7,020 tok/s/GPU")},
+    "gb200-v3": {"F61": Predictor(_gb200_over_h200, "published as 3 to 5; H200 at F66 and 7,020 tok/s/GPU")},
 }
 """Check rows by calibration; those of replay.py are simulated, the others closed forms."""
 
@@ -201,4 +201,5 @@ def _fit_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
 def _figure_row(id: str, predicted: float, assumption: str = "") -> dict[str, Any]:
     figure = figures()[id]
     what = f"{figure.what} ({assumption})" if assumption else figure.what
-    return row(id, what, figure.unit, figure.value, predicted, figure.role, metric=figure.unit)
+    found = row(id, what, figure.unit, figure.value, predicted, figure.role, metric=figure.unit)
+    return found | {"error_pct": figure.error_pct(predicted)}

@@ -6,11 +6,14 @@ floor, its own work and the DP sync; `step_wall_ms` in step.py says how they ove
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from rackplan.engine import Deployment, Pool
+
+if TYPE_CHECKING:  # numpy's random numbers, which it needs, take long to import
+    from rackplan.simulator.rearrange import Rearrangement
 
 FloatArray = np.ndarray
 
@@ -25,6 +28,19 @@ class SharedTime(NamedTuple):
     communication: float
     draft: float
     weight_wait: float = 0.0
+
+
+class PlacedAt(NamedTuple):
+    """Which placement of the experts serves. `linear`: blocks in order, as before EPLB's first; `age_steps`: since the
+    middle of the window it was made from, None for its mean age while EPLB runs; `drift_per_step`: see ExpertLoad."""
+
+    linear: bool = False
+    age_steps: float | None = None
+    drift_per_step: float = 0.0
+
+
+STEADY = PlacedAt()
+"""What EPLB as deployed holds up, or blocks where it is off, under popularity that does not drift."""
 
 
 class PoolCost(Protocol):
@@ -104,14 +120,22 @@ class Calibration(Protocol):
     frontend_token_ms: float
     frontend_turn_ms: float
 
-    def pool_cost(self, deployment: Deployment, pool: Pool) -> PoolCost:
+    def pool_cost(self, deployment: Deployment, pool: Pool, placed: PlacedAt = STEADY) -> PoolCost:
         """Step costs of `pool`. Raises InputError where the deployment is not of the calibrated model and GPU."""
+        ...
+
+    def rearrangement(
+        self, deployment: Deployment, pool: Pool, *, first: bool, drift_per_step: float
+    ) -> "Rearrangement":
+        """One rearrangement of EPLB on an instance of `pool`. `first`: from the blocks that the engine starts with."""
         ...
 
     def transfer_cost(self, deployment: Deployment) -> TransferCost:
         """What handing a prompt's KV over costs."""
         ...
 
-    def balancedness(self, deployment: Deployment, pool: Pool, tokens_per_rank: float) -> float:
+    def balancedness(
+        self, deployment: Deployment, pool: Pool, tokens_per_rank: float, placed: PlacedAt = STEADY
+    ) -> float:
         """Expected mean / max of routed tokens per GPU in a step of `pool`."""
         ...

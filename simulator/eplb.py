@@ -49,6 +49,20 @@ def linear_placement(layers: int, experts: int, gpus: int) -> Placement:
     )
 
 
+def start_placement(layers: int, experts: int, redundant_experts: int, gpus: int) -> Placement:
+    """What an engine with EPLB starts with: experts in order, then the redundant ones, from the first expert on again,
+    equally many slots on each GPU. Raises InputError where they do not divide over the GPUs."""
+    slots = experts + redundant_experts
+    _check_slots(experts, redundant_experts, gpus)
+    expert_of_slot = np.tile(np.arange(slots) % experts, (layers, 1))
+    return Placement(
+        expert_of_slot=expert_of_slot,
+        replica_of_slot=np.tile(np.arange(slots) // experts, (layers, 1)),
+        replicas=np.tile(np.bincount(expert_of_slot[0], minlength=experts), (layers, 1)),
+        gpu_of_slot=np.repeat(np.arange(gpus), slots // gpus),
+    )
+
+
 def eplb_placement(
     loads: FloatArray, *, redundant_experts: int, gpus: int, groups: int = 1, nodes: int = 1
 ) -> Placement:
@@ -60,19 +74,14 @@ def eplb_placement(
     """
     layers, experts = loads.shape
     slots = experts + redundant_experts
-    _check_gpus(gpus, experts)
-    if redundant_experts < 0 or slots % gpus:
-        raise InputError(
-            f"eplb.redundant_experts={redundant_experts}: {experts} experts + redundant must divide over {gpus} GPUs; "
-            f"nearest {_nearest_redundant(experts, redundant_experts, gpus)}"
-        )
+    _check_slots(experts, redundant_experts, gpus)
     if groups < 1 or experts % groups:
         raise InputError(f"groups={groups}: must divide {experts} experts")
     if gpus % nodes or groups % nodes:
         groups = nodes = 1
     by_node = _experts_by_node(loads, groups, nodes).reshape(layers * nodes, experts // nodes)
     row = np.repeat(np.arange(layers), nodes)[:, None]
-    local, rank, count = _replicate(loads[row, by_node], slots // nodes)
+    local, rank, count = replicate(loads[row, by_node], slots // nodes)
     weights = np.take_along_axis(loads[row, by_node] / count, local, axis=1)
     order = _pack(weights, gpus // nodes)
     expert_of_slot = np.take_along_axis(by_node, np.take_along_axis(local, order, axis=1), axis=1)
@@ -94,7 +103,7 @@ def _experts_by_node(loads: FloatArray, groups: int, nodes: int) -> IntArray:
     return (order[:, :, None] * size + np.arange(size)).reshape(layers, experts)
 
 
-def _replicate(loads: FloatArray, slots: int) -> tuple[IntArray, IntArray, IntArray]:
+def replicate(loads: FloatArray, slots: int) -> tuple[IntArray, IntArray, IntArray]:
     """Expert and replica number of each slot (rows, slots), and replicas of each expert (rows, experts).
 
     The first slots are the experts in order; each further one goes to the highest load per replica, lowest index first.
@@ -135,6 +144,15 @@ def _pack(weights: FloatArray, packs: int) -> IntArray:
         # A full pack weighs infinitely much, so that argmin never chooses it again.
         total[row, lightest] = np.where(held + 1 == room, np.inf, total[row, lightest] + sorted_weights[:, i])
     return order
+
+
+def _check_slots(experts: int, redundant: int, gpus: int) -> None:
+    _check_gpus(gpus, experts)
+    if redundant < 0 or (experts + redundant) % gpus:
+        raise InputError(
+            f"eplb.redundant_experts={redundant}: {experts} experts + redundant must divide over {gpus} GPUs; "
+            f"nearest {_nearest_redundant(experts, redundant, gpus)}"
+        )
 
 
 def _check_gpus(gpus: int, experts: int) -> None:

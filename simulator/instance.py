@@ -13,6 +13,7 @@ import simpy
 
 from rackplan.simulator.accounting import GpuTime
 from rackplan.simulator.clock import Clock
+from rackplan.simulator.eplb_run import Eplb
 from rackplan.simulator.frontend import TURNS, FrontEnd
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.ranks import Ranks
@@ -70,6 +71,7 @@ class Instance:
         self._own_worker = model.pool.gpus_per_instance > 1
         self._wake: simpy.Event | None = None
         self._extra_host_ms = 0.0
+        self.eplb = Eplb(model.eplb, env, model.cost, self._cut_run) if model.eplb else None
         self.start_measuring()
         self._process = env.process(self._live())
 
@@ -165,18 +167,21 @@ class Instance:
     def _next_run(self, plans: dict[int, RankPlan]) -> OneStep | StepRun:
         """The step that runs `plans`, or as many steps as nothing changes in."""
         model, batch, pool = self.model, self._batch, self.pool
-        every = model.rearrange_every_steps
-        if every and batch.step and batch.step % every == 0:
-            self._extra_host_ms += model.rearrange_ms
+        eplb = self.eplb
+        if eplb:
+            self._extra_host_ms += eplb.begin(batch.step)
+        experts = eplb or model
         extra_ms, self._extra_host_ms = self._extra_host_ms, 0.0
-        load = load_of(plans, batch, 1 + model.acceptance.draft_tokens, model.cost)
+        load = load_of(plans, batch, 1 + model.acceptance.draft_tokens, experts.cost)
         steps = 1 if plans or extra_ms else self.ranks.steps_ahead()
+        if eplb:
+            steps = min(steps, eplb.steps_ahead(batch.step))
         times = time_steps(
-            model.cost,
+            experts.cost,
             load,
             batch,
             steps,
-            model.balancedness(load.total_tokens / pool.dep),
+            experts.balancedness(load.total_tokens / pool.dep),
             extra_host_ms=extra_ms,
             sync_ms=self._sync_ms,
             async_scheduling=pool.async_scheduling,

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from rackplan.engine import Pool
 from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.cost import PoolCost
+from rackplan.simulator.eplb_run import EplbModel
 from rackplan.simulator.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceModel:
-    """`kv_tokens`: KV pool of one rank. `balancedness`: by tokens per rank. `rearrange_every_steps`: a synchronous EPLB
-    stops all ranks for `rearrange_ms` that often; None for no stop. `coalesce`: pass steps together where they may be.
-    `frontend_token_ms`, `frontend_turn_ms`: see FrontEnd.
+    """`kv_tokens`: KV pool of one rank. `balancedness`: by tokens per rank. `eplb`: None where it is off. `coalesce`:
+    pass steps together where they may be. `frontend_token_ms`, `frontend_turn_ms`: see FrontEnd.
     """
 
     pool: Pool
@@ -23,8 +23,7 @@ class InstanceModel:
     replay_tokens: int
     balancedness: Callable[[float], float]
     make_cache: Callable[[], PrefixCache]
-    rearrange_every_steps: int | None = None
-    rearrange_ms: float = 0.0
+    eplb: EplbModel | None = None
     coalesce: bool = True
     frontend_token_ms: float = 0.0
     frontend_turn_ms: float = 0.0

@@ -139,12 +139,10 @@ class Ranks:
 
     def steps_ahead(self) -> int:
         """Steps in which nothing changes but the context, if nothing comes and none of them is planned."""
-        model, batch = self.model, self.batch
-        if not model.coalesce or any(not self.is_blocked(r, bool(self.queues[r].loaded)) for r in self._busy):
+        batch = self.batch
+        if not self.model.coalesce or any(not self.is_blocked(r, bool(self.queues[r].loaded)) for r in self._busy):
             return 1
         ahead = min(batch.steps_to_next_end(), MOST_COALESCED_STEPS)
-        if every := model.rearrange_every_steps:
-            ahead = min(ahead, every - batch.step % every)
         return max(1, batch.steps_with_room(ahead))
 
     def idle_cause(self) -> str:

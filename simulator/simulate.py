@@ -15,7 +15,8 @@ import simpy
 from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memory
 from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.clock import Clock
-from rackplan.simulator.cost import Calibration
+from rackplan.simulator.cost import STEADY, Calibration
+from rackplan.simulator.eplb_run import ExpertRun, eplb_of, served_by
 from rackplan.simulator.frontend import TURNS
 from rackplan.simulator.garbage import rare_collections
 from rackplan.simulator.instance import Instance, TokenGaps
@@ -29,10 +30,6 @@ from rackplan.simulator.router import make_router
 from rackplan.simulator.scheduler import Sequence
 from rackplan.simulator.streams import Streams
 
-EPLB_REARRANGE_MS = 1000.0
-"""A synchronous EPLB moves experts while all ranks wait. A factor: at most 1 s was published for one rearrangement on
-32 GPUs; users report 0.65 to 1.7 s. An asynchronous one is taken to cost nothing."""
-
 COLUMNS = 8
 """What is kept of each request that has ended."""
 
@@ -40,13 +37,15 @@ COLUMNS = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """How to run. Arrivals stop after `duration_s`; what ends before `warmup_s` is not measured; `coalesce=False` takes
-    every step by itself (for tests: the results are the same). `drain`: run on until every request has ended."""
+    every step by itself (for tests: the results are the same). `drain`: run on until every request has ended.
+    `experts`: what happens to them in the run."""
 
     duration_s: float = 600.0
     warmup_s: float = 0.0
     seed: int = 0
     drain: bool = True
     coalesce: bool = True
+    experts: ExpertRun = ExpertRun()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,27 +147,18 @@ class _Run:
         self, calibration: Calibration, pool: Pool, plan: MemoryPlan, acceptance: Acceptance, hashed: bool
     ) -> list[InstanceModel]:
         deployment, model = self.deployment, self.deployment.model_spec
-        eplb = deployment.eplb
-        stops = eplb.enabled and not eplb.use_async
-        known: dict[int, float] = {}
-
-        def balancedness(tokens_per_rank: float) -> float:
-            bucket = int(tokens_per_rank).bit_length()
-            if bucket not in known:
-                known[bucket] = calibration.balancedness(deployment, pool, tokens_per_rank)
-            return known[bucket]
-
+        served = served_by(calibration, deployment, pool)
+        own = served(STEADY)
         one = InstanceModel(
             pool=pool,
-            cost=calibration.pool_cost(deployment, pool),
+            cost=own.cost,
             kv_tokens=plan.kv_tokens,
             # A prefill pool samples one token and drafts nothing.
             acceptance=acceptance if pool.role != "prefill" else Acceptance(0, 1.0, Streams(0)),
             replay_tokens=model.replay_tokens_per_hit,
-            balancedness=balancedness,
+            balancedness=own.balancedness,
             make_cache=BlockCache if hashed else SessionCache,
-            rearrange_every_steps=eplb.interval_steps if stops and pool.gpus_per_instance > 1 else None,
-            rearrange_ms=EPLB_REARRANGE_MS,
+            eplb=eplb_of(calibration, deployment, pool, served, self.options.experts),
             coalesce=self.options.coalesce,
             frontend_token_ms=calibration.frontend_token_ms,
             frontend_turn_ms=calibration.frontend_turn_ms,

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rackplan.engine import Deployment, Pool, parse_deployment, plan_memory
-from rackplan.simulator.cost import SharedTime, TransferCost
+from rackplan.simulator.cost import STEADY, PlacedAt, SharedTime, TransferCost
+from rackplan.simulator.rearrange import Rearrangement
 from rackplan.simulator.request import Load, Request, Source
 from rackplan.simulator.streams import Streams
 
@@ -53,6 +54,7 @@ class ServiceCost(LinearCost):
 class FakeCalibration:
     name = "fake"
     frontend_ms = 0.0
+    rearrange_ms, rearrange_link_ms = 1000.0, 100.0
     frontend_token_ms = frontend_turn_ms = 0.0
 
     def __init__(self, cost=None, transfer: TransferCost | None = None, balance: float = 1.0) -> None:
@@ -60,14 +62,22 @@ class FakeCalibration:
         self.transfer = transfer or TransferCost(setup_ms=5.0, per_block_ms=0.001, gb_per_s=50.0, block_tokens=64)
         self.balance = balance
 
-    def pool_cost(self, deployment: Deployment, pool: Pool):
+    def pool_cost(self, deployment: Deployment, pool: Pool, placed: PlacedAt = STEADY):
         return self.cost
+
+    def rearrangement(self, deployment: Deployment, pool: Pool, *, first: bool, drift_per_step: float):
+        return Rearrangement(self.rearrange_ms, self.rearrange_link_ms)
 
     def transfer_cost(self, deployment: Deployment) -> TransferCost:
         return self.transfer
 
-    def balancedness(self, deployment: Deployment, pool: Pool, tokens_per_rank: float) -> float:
-        return self.balance
+    def balancedness(
+        self, deployment: Deployment, pool: Pool, tokens_per_rank: float, placed: PlacedAt = STEADY
+    ) -> float:
+        """Blocks have half the balance, and drift takes the more the older the placement is."""
+        if placed.linear:
+            return self.balance / 2
+        return self.balance / (1 + placed.drift_per_step * (placed.age_steps or 0.0))
 
 
 class GivenRequests:
