@@ -38,4 +38,6 @@ def replicas_touched(tokens: float, experts: int, top_k: int, sigma: float, redu
         return experts_touched(tokens, experts, top_k, sigma)
     shares = _choice_shares(experts, top_k, sigma)
     replicas = replicate(shares[None], experts + redundant)[2][0]
-    return float((replicas * (1.0 - (1.0 - shares) ** (tokens / replicas))).sum())
+    served = tokens / replicas
+    touched = np.where(served < 1.0, shares * served, 1.0 - (1.0 - shares) ** served)
+    return float((replicas * touched).sum())

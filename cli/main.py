@@ -92,6 +92,7 @@ def simulate(
     calibration: params.Calibration = None,
     replications: params.Replications = 1,
     seed: params.Seed = 0,
+    run: params.RunSettings = (),  # type: ignore[assignment]
     json: params.Json = False,
 ) -> None:
     """Predict what a given deployment does under a given load."""
@@ -99,8 +100,11 @@ def simulate(
     if cv is not None and rate is None:
         raise InputError(f"--cv {cv:g}: has no effect without --rate; add --rate or leave it out")
     given = load_deployment(deployment)
+    pairs = [options.parse_set(text, "--run") for text in run]
     from rackplan.cli import screen
     from rackplan.tuner.evaluate import simulate_document
+    from rackplan.tuner.run_settings import expert_run
+    from rackplan.tuner.whatif import values_of
 
     document = simulate_document(
         given,
@@ -112,6 +116,7 @@ def simulate(
         calibration=calibration,
         replications=replications,
         seed=seed,
+        run=expert_run(values_of(pairs, "--run"), given, "--run "),
     )
     if json:
         output.print_json(document)

@@ -53,11 +53,12 @@ def parse_duration(text: str, option: str = "--duration") -> float:
     return value
 
 
-def parse_set(text: str) -> tuple[str, str]:
+def parse_set(text: str, option: str = "--set") -> tuple[str, str]:
     """A (dotted key, value) pair from decode.dep=16; the value stays text until the deployment types it."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not value or not re.fullmatch(r"\w+(\.\w+)*", key):
-        raise InputError(f"--set {text}: not KEY=VALUE; write decode.dep=16 or eplb.enabled=false")
+        example = "decode.dep=16 or eplb.enabled=false" if option == "--set" else "cold_start=true"
+        raise InputError(f"{option} {text}: not KEY=VALUE; write {example}")
     return key, value
 
 

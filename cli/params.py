@@ -46,6 +46,10 @@ Cv = Annotated[
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or a deployment's YAML.")]
 Changes = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="As in decode.dep=16; repeatable.")]
+RunSettings = Annotated[
+    list[str],
+    typer.Option("--run", metavar="KEY=VALUE", help="cold_start=true, eplb_off_s=600 or drift_per_step=1.0e-5."),
+]
 WhatifWorkload = Annotated[
     str | None, typer.Option("--workload", metavar="WORKLOAD", help="Default: the plan's; agentx for a YAML.")
 ]

@@ -45,6 +45,10 @@ class ExpertRun:
             raise InputError(f"drift_per_step={self.drift_per_step}: must be 0 or more")
 
 
+STEADY_RUN = ExpertRun()
+"""EPLB has placed the experts before the run, and goes on."""
+
+
 class Served(NamedTuple):
     """What steps take under a placement: `cost`, of which the shared times count, and balancedness by tokens per rank.
     """
@@ -140,7 +144,7 @@ class Eplb:
         self._linear = model.run.cold_start
         self._moving = self._arrived = False
         self._since = self._placed_step = 0
-        self._older_from = NEVER
+        self._older_from = 2 * every if model.run.drift_per_step and not self._linear else NEVER
         self.rearranged = 0
         self.cost: PoolCost = cost
         self._use(PlacedAt(linear=True) if self._linear else self._fresh())

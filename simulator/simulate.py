@@ -16,7 +16,7 @@ from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memo
 from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import STEADY, Calibration
-from rackplan.simulator.eplb_run import ExpertRun, eplb_of, served_by
+from rackplan.simulator.eplb_run import STEADY_RUN, ExpertRun, eplb_of, served_by
 from rackplan.simulator.frontend import TURNS
 from rackplan.simulator.garbage import rare_collections
 from rackplan.simulator.instance import Instance, TokenGaps
@@ -45,7 +45,7 @@ class RunOptions:
     seed: int = 0
     drain: bool = True
     coalesce: bool = True
-    experts: ExpertRun = ExpertRun()
+    experts: ExpertRun = STEADY_RUN
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disaggregated, requests, with_kv_tokens
 
 from rackplan.engine import parse_deployment
+from rackplan.simulator.eplb_run import ExpertRun
 from rackplan.simulator.metrics import batch_intervals, gpu_time_share, metrics_of
 from rackplan.simulator.request import Load, Request
 from rackplan.simulator.simulate import RunOptions, simulate
@@ -70,19 +71,28 @@ def deployments(draw):
             **top,
         )
         role = "decode"
-    eplb = draw(st.sampled_from([None, {"enabled": True, "interval_steps": 7, "use_async": False}]))
+    eplb = draw(st.sampled_from([None, {"use_async": False}, {"use_async": True}]))
     if eplb:
+        eplb |= {"enabled": True, "interval_steps": 7}
         deployment = parse_deployment({**deployment.to_dict(), "eplb": eplb})
     if draw(st.booleans()):  # so little KV that requests wait for it and are preempted
         deployment = with_kv_tokens(deployment, role, draw(st.sampled_from([4500, 9000])))
     return deployment
 
 
+EXPERT_RUNS = (
+    ExpertRun(),
+    ExpertRun(cold_start=True),
+    ExpertRun(eplb_off_s=0.5, drift_per_step=1e-3),
+    ExpertRun(cold_start=True, eplb_off_s=0.0, drift_per_step=1e-3),
+)
+
+
 @settings(max_examples=100)
-@given(deployments(), streams_of_requests())
-def test_laws_hold_on_random_deployments(deployment, reqs):
+@given(deployments(), streams_of_requests(), st.sampled_from(EXPERT_RUNS))
+def test_laws_hold_on_random_deployments(deployment, reqs, experts):
     calibration = FakeCalibration(LinearCost(host=0.8, sync=0.3, admission=0.2, floor=7.0), balance=0.8)
-    result = run(deployment, reqs, calibration)
+    result = run(deployment, reqs, calibration, experts=experts)
     # 1
     assert result.submitted == len(reqs) == len(result.finish_ns) + result.rejected
     assert result.unfinished == 0
@@ -93,11 +103,11 @@ def test_laws_hold_on_random_deployments(deployment, reqs):
         assert min(pool.gpu_ns.values()) >= -1e-3
     assert sum(gpu_time_share(result).values()) == pytest.approx(1.0)
     # 3
-    single = run(deployment, reqs, calibration, coalesce=False)
+    single = run(deployment, reqs, calibration, coalesce=False, experts=experts)
     for name in ("request_id", "first_token_ns", "finish_ns", "cached_tokens", "scheduled_ns"):
         np.testing.assert_array_equal(getattr(result, name), getattr(single, name), err_msg=name)
     # 4
-    assert metrics_of(result) == metrics_of(run(deployment, reqs, calibration))
+    assert metrics_of(result) == metrics_of(run(deployment, reqs, calibration, experts=experts))
     # 5
     if len(result.finish_ns):
         assert (result.arrival_ns <= result.scheduled_ns).all()

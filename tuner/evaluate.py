@@ -12,12 +12,14 @@ from rackplan.calibration.library import default_calibration, load_calibration
 from rackplan.engine import Deployment, InfeasibleError, InputError, check_memory
 from rackplan.engine.deployment import DpSync
 from rackplan.simulator.arrivals import TraceWorkload
+from rackplan.simulator.eplb_run import STEADY_RUN, ExpertRun
 from rackplan.simulator.request import Load, Workload
 from rackplan.simulator.simulate import RunOptions
 from rackplan.simulator.workloads import parse_workload
 from rackplan.tuner.binding import warnings_of
 from rackplan.tuner.document import deployment_document, load_document, provenance_of
 from rackplan.tuner.probe import Probe, merge, run_once
+from rackplan.tuner.run_settings import run_document
 
 WARMUP_SHARE = {"closed": 0.2, "open": 0.1, "recorded": 0.0}
 """Of the duration. A recorded run is measured whole, as the run that it replays was."""
@@ -39,19 +41,21 @@ def simulate_document(
     calibration: str | None,
     replications: int,
     seed: int,
+    run: ExpertRun = STEADY_RUN,
 ) -> dict[str, Any]:
     """The contract's simulation document.
 
     A closed loop (`concurrency`) runs for `duration_s` and is measured after a fifth of it; an open loop (`rate` in
-    req/s, or the recorded arrivals with neither) has arrivals for `duration_s` and runs until all have ended. Raises
-    InputError on bad input, InfeasibleError where the deployment does not fit its GPUs.
+    req/s, or the recorded arrivals with neither) has arrivals for `duration_s` and runs until all have ended. `run`:
+    what happens to the experts in it. Raises InputError on bad input, InfeasibleError where the deployment does not fit
+    its GPUs.
     """
     parsed = parse_workload(workload)
     fitted = fitted_for(deployment, calibration)
     load = Load(concurrency=concurrency, rate_req_s=rate, cv=cv)
     check_memory(deployment)
     _check_size(load, duration_s)
-    options = run_options(load, duration_s, seed)
+    options = replace(run_options(load, duration_s, seed), experts=run)
     found = merge(deployment, load, _replicate(deployment, parsed, load, fitted, options, replications))
     _check_measured(found, duration_s, options.warmup_s)
     inputs = {
@@ -65,6 +69,7 @@ def simulate_document(
         "calibration": fitted.name,
         "replications": replications,
         "seed": seed,
+        "run": run_document(run),
     }
     return {
         "inputs": inputs,

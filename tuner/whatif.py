@@ -6,6 +6,7 @@ import yaml
 
 from rackplan.engine import Deployment, Eplb, InputError, parse_deployment
 from rackplan.tuner.evaluate import simulate_document
+from rackplan.tuner.run_settings import CONDITIONS, PREFIX, expert_run, run_document
 
 SHOWN = (
     ("gpus", "GPUs"),
@@ -40,9 +41,16 @@ def compare(
 ) -> dict[str, Any]:
     """{"base", "changed": simulation documents, "changes", "moved", "why"}.
 
-    Raises InputError on a change that cannot be or has no effect, InfeasibleError where the changed deployment does not
+    Keys that begin with `run.` are of the run (ExpertRun), and drift is of both sides. Raises InputError on a change
+    that cannot be or has no effect, InfeasibleError where the changed deployment does not
     fit its GPUs."""
-    changed, effective = apply_changes(base, changes)
+    of_run = [(key.removeprefix(PREFIX), text) for key, text in changes if key.startswith(PREFIX)]
+    changed, effective = apply_changes(base, [pair for pair in changes if not pair[0].startswith(PREFIX)])
+    values = values_of(of_run)
+    run = expert_run(values, changed, f"--set {PREFIX}")
+    always = expert_run({k: v for k, v in values.items() if k in CONDITIONS}, changed, f"--set {PREFIX}")
+    was, becomes = run_document(always), run_document(run)
+    effective |= {PREFIX + k: {"base": was[k], "changed": becomes[k]} for k in values}
     load: dict[str, Any] = {
         "workload": workload,
         "concurrency": concurrency,
@@ -53,8 +61,8 @@ def compare(
         "replications": replications,
         "seed": seed,
     }
-    before = simulate_document(base, **load)
-    after = simulate_document(changed, **load)
+    before = simulate_document(base, **load, run=always)
+    after = simulate_document(changed, **load, run=run)
     return {
         "base": before,
         "changed": after,
@@ -69,7 +77,7 @@ def apply_changes(base: Deployment, changes: list[tuple[str, str]]) -> tuple[Dep
     what a change takes with it (EPLB off resets its other settings) is among the changes."""
     data = base.to_dict()
     effective: dict[str, Any] = {}
-    asked = _values(changes)
+    asked = values_of(changes)
     taken: dict[str, Any] = {}
     if asked.get("eplb.enabled") is False:
         taken = {f"eplb.{field}": usual for field, usual in Eplb().model_dump(mode="json").items()}
@@ -84,16 +92,16 @@ def apply_changes(base: Deployment, changes: list[tuple[str, str]]) -> tuple[Dep
     return parse_deployment(data, "--set"), effective
 
 
-def _values(changes: list[tuple[str, str]]) -> dict[str, Any]:
+def values_of(changes: list[tuple[str, str]], option: str = "--set") -> dict[str, Any]:
     """The values by key, read as a deployment's YAML would be."""
     values: dict[str, Any] = {}
     for key, text in changes:
         if key in values:
-            raise InputError(f"--set {key}={text}: sets {key} a second time; give it once")
+            raise InputError(f"{option} {key}={text}: sets {key} a second time; give it once")
         try:
             values[key] = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError):
-            raise InputError(f"--set {key}={text:.40}: not a value; write it as in a deployment's YAML") from None
+            raise InputError(f"{option} {key}={text:.40}: not a value; write it as in a deployment's YAML") from None
     return values
 
 
