@@ -30,14 +30,19 @@ def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0)
     return float((1.0 - (1.0 - _choice_shares(experts, top_k, sigma)) ** tokens).sum())
 
 
+@lru_cache(maxsize=256)
+def _replicas(experts: int, top_k: int, sigma: float, redundant: int) -> np.ndarray:
+    """Replicas that EPLB gives each expert (experts,)."""
+    return replicate(_choice_shares(experts, top_k, sigma)[None], experts + redundant)[2][0]
+
+
 @lru_cache(maxsize=65536)
 def replicas_touched(tokens: float, experts: int, top_k: int, sigma: float, redundant: int) -> float:
     """Expected number of replicas with a token, where EPLB gives `redundant` more to the hottest experts: each serves
     an equal share of its expert's tokens, and each is read."""
     if not redundant:
         return experts_touched(tokens, experts, top_k, sigma)
-    shares = _choice_shares(experts, top_k, sigma)
-    replicas = replicate(shares[None], experts + redundant)[2][0]
+    shares, replicas = _choice_shares(experts, top_k, sigma), _replicas(experts, top_k, sigma, redundant)
     served = tokens / replicas
     touched = np.where(served < 1.0, shares * served, 1.0 - (1.0 - shares) ** served)
     return float((replicas * touched).sum())
