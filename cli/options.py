@@ -23,13 +23,15 @@ MOST_DURATION_S = 30 * 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What a what-if starts from. A plan file states all of it, a deployment's YAML only the deployment."""
+    """What a what-if or a deploy starts from. A plan file states all of it, a deployment's YAML only the deployment.
+    `unmet`: why the plan misses its request; None where it meets it."""
 
     deployment: Deployment
     workload: str | None = None
     concurrency: int | None = None
     rate_req_s: float | None = None
     calibration: str | None = None
+    unmet: str | None = None
 
 
 def parse_tps(text: str | float, option: str = "--target-tps") -> float:
@@ -134,6 +136,7 @@ def load_base(path: Path) -> Base:
         concurrency=None if concurrency is None else parse_int(f"{path}: load.concurrency", 1)(concurrency),
         rate_req_s=None if rate is None else parse_above_zero(f"{path}: load.rate_req_s", "12.5")(rate),
         calibration=_stated(path, plan, "provenance.calibration", str),
+        unmet=None if plan.get("feasible") else _stated(path, plan, "reason", str),
     )
 
 

@@ -700,3 +700,13 @@ def test_deploy_says_what_the_next_plan_restarts_before_it_replaces_the_files(pl
 def test_files_of_a_target_need_a_folder(plan_file, capsys):
     assert execute(app, "rackplan", ["deploy", str(plan_file), "--target", "lws"]) == 2
     assert "--out: missing; give the folder" in capsys.readouterr().err
+
+
+def test_deploy_warns_of_a_plan_that_misses_its_request(plan_file, tmp_path, capsys):
+    args = ["deploy", str(plan_file), "--target", "lws", "--out", str(tmp_path / "o")]
+    assert execute(app, "rackplan", args) == 0
+    assert "Warning" not in capsys.readouterr().err
+    plan = json.loads(plan_file.read_text()) | {"feasible": False, "reason": "P90 TTFT 12 s"}
+    plan_file.write_text(json.dumps(plan))
+    assert execute(app, "rackplan", args) == 0
+    assert f"Warning: {plan_file} does not meet what it was asked for: P90 TTFT 12 s" in capsys.readouterr().err
