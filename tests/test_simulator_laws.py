@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disaggregated, requests, with_kv_tokens
 
 from rackplan.engine import parse_deployment
-from rackplan.simulator.metrics import batch_intervals, gpu_time_share, metrics_of
+from rackplan.simulator.metrics import PERCENTILES, batch_intervals, gpu_time_share, metrics_of, percentiles
 from rackplan.simulator.request import Load, Request
 from rackplan.simulator.simulate import RunOptions, simulate
 
@@ -235,3 +235,8 @@ def test_batch_means_cover_what_other_seeds_say():
     assert covered >= 9  # 95 % of 12, less what a dozen may miss by chance
     short = run(deployment, requests([0.0, 1.0], 500, 50))
     assert batch_intervals(short, metrics_of(short))["ttft_ms"]["mean"] == [metrics_of(short)["ttft_ms"]["mean"]] * 2
+
+
+@given(st.lists(st.one_of(st.floats(0, 1e9), st.integers(0, 3).map(float)), min_size=1, max_size=300))
+def test_percentiles_are_numpys_to_the_bit(values):
+    assert percentiles(np.array(values)) == np.percentile(values, PERCENTILES).tolist()
