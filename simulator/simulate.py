@@ -14,6 +14,7 @@ import simpy
 
 from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memory
 from rackplan.simulator.acceptance import Acceptance
+from rackplan.simulator.block_cache import BlockCache
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import Calibration
 from rackplan.simulator.frontend import TURNS
@@ -23,7 +24,7 @@ from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_transfer import KvTransfers
 from rackplan.simulator.launches import DrawnLaunches
 from rackplan.simulator.pool import PoolOfInstances
-from rackplan.simulator.prefix_cache import BlockCache, SessionCache
+from rackplan.simulator.prefix_cache import SessionCache
 from rackplan.simulator.request import NS_PER_MS, NS_PER_S, Load, Request, Source, Workload
 from rackplan.simulator.router import make_router
 from rackplan.simulator.scheduler import Sequence

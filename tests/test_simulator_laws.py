@@ -36,6 +36,7 @@ def streams_of_requests(draw):
         if rng.random() < 0.4:
             r.session = int(rng.integers(0, 6))
             r.reuse_tokens = int(rng.integers(0, r.input_tokens + 1))
+            r.prefix_session = int(rng.integers(-1, 6))
     return out
 
 
