@@ -14,7 +14,9 @@ from rackplan.engine.specs import GPUS, GpuSpec, ModelSpec, gpu_spec, model_spec
 
 Role = Literal["prefill", "decode", "aggregated"]
 SyncAlgorithm = Literal["recursive_doubling", "ring", "nccl"]
-RouterPolicy = Literal["round_robin", "least_requests", "least_tokens", "prefix_affinity"]
+RouterPolicy = Literal[
+    "round_robin", "random", "least_requests", "least_tokens", "prefix_affinity", "session_affinity"
+]
 
 MOST_GPUS = 16_384
 """More than the largest deployments have: beyond it a number is a slip, and no simulation would end."""
@@ -102,9 +104,13 @@ class DpSync(_Part):
 
 
 class Router(_Part):
-    """How requests find a rank of the pool that they enter first; decode pools take the rank with fewest requests."""
+    """How requests find a rank of the pool that they enter first; decode pools take the rank with fewest requests.
+
+    `affinity_timeout_s`: of `session_affinity`, how long a session that sends nothing keeps its rank; None: for ever.
+    """
 
     policy: RouterPolicy = "prefix_affinity"
+    affinity_timeout_s: float | None = Field(None, gt=0)
 
 
 class Deployment(_Part):
@@ -197,6 +203,12 @@ def _check_effect(deployment: Deployment) -> None:
         if not eplb.enabled and getattr(eplb, key) != getattr(usual, key):
             mend = f"set {getattr(usual, key)}".lower()
             raise ValueError(f"eplb.{key} has no effect while eplb.enabled=false; enable it or {mend}")
+    router = deployment.router
+    if router.affinity_timeout_s is not None and router.policy != "session_affinity":
+        raise ValueError(
+            f"router.affinity_timeout_s has no effect with router.policy={router.policy}; remove it or set "
+            "router.policy=session_affinity"
+        )
     if deployment.kv_transfer.mode == "pull" and not deployment.disaggregated:
         raise ValueError("kv_transfer.mode=pull has no effect: an aggregated pool hands no KV over; remove it")
 

@@ -44,7 +44,7 @@ class Ranks:
         """The KV of a prompt that has been handed over may be evicted from now on. True if a request waited for it."""
         r = seq.rank
         self.batch.held[r] -= seq.prompt_tokens
-        self._store(seq, seq.prompt_tokens)
+        self._leave_cached(seq, seq.prompt_tokens)
         self._leave(seq)
         if self.queues[r].waiting and self.blocked.get(r) == "kv_full":
             del self.blocked[r]
@@ -55,7 +55,8 @@ class Ranks:
         """Put the whole prompt of `request` into a rank's prefix cache."""
         if self.pool.enable_prefix_caching:
             cache = self.queues[r].cache
-            cache.store(request, request.input_tokens)
+            cache.begin(request, 0)
+            cache.end(request, request.input_tokens)
             cache.evict_to(self.model.kv_tokens)
 
     def is_blocked(self, r: int, kv_loaded: bool) -> bool:
@@ -89,6 +90,8 @@ class Ranks:
                 continue
             defers = between and not rank.is_saturated and bool(rank.decoding)
             chunks = self._running_chunks(r, visible_before_ns) if rank.partial and not defers else []
+            for seq, new in chunks:
+                rank.cache.grow(seq.request, seq.computed_tokens + new)
             if r in self._preempted:
                 plan = RankPlan([], chunks, [], None)
             else:
@@ -128,7 +131,8 @@ class Ranks:
             if admitted > self.most_admitted:
                 self.most_admitted = admitted
         if chunks:
-            batch.hold(r, sum([new for _, new in chunks]) + sum([seq.computed_tokens for seq in started]))
+            own = sum([seq.computed_tokens - seq.shared_tokens for seq in started])
+            batch.hold(r, sum([new for _, new in chunks]) + own)
         for seq in loads:
             batch.held[r] -= seq.prompt_tokens
             batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)
@@ -176,6 +180,7 @@ class Ranks:
             rank.partial.remove(seq)
             batch.held[r] -= seq.computed_tokens
             batch.leave(r)
+        batch.held[r] += rank.cache.end(seq.request, 0)
         seq.computed_tokens, seq.kv_loaded = 0, False
         seq.preemptions += 1
         self.preemptions += 1
@@ -223,16 +228,16 @@ class Ranks:
 
     def _end(self, seq: Sequence, tokens: int) -> None:
         self._leave(seq)
-        if self.pool.role == "aggregated":
-            self._store(seq, tokens)
+        self._leave_cached(seq, tokens)
         self.outputs.append((seq, True))
 
     def _leave(self, seq: Sequence) -> None:
         self.load[seq.rank] -= 1
         self.load_tokens[seq.rank] -= seq.load_tokens
 
-    def _store(self, seq: Sequence, tokens: int) -> None:
-        if self.pool.enable_prefix_caching:
-            cache = self.queues[seq.rank].cache
-            cache.store(seq.request, tokens)
-            cache.evict_to(int(self.batch.room(seq.rank, self.batch.step)))
+    def _leave_cached(self, seq: Sequence, tokens: int) -> None:
+        """`seq` holds its KV no more: what others share with it stays theirs, its first `tokens` may be hit."""
+        cache, batch = self.queues[seq.rank].cache, self.batch
+        batch.held[seq.rank] += cache.end(seq.request, tokens)
+        if cache.tokens:
+            cache.evict_to(int(batch.room(seq.rank, batch.step)))

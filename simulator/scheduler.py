@@ -19,7 +19,8 @@ from rackplan.simulator.request import Request
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request inside one instance. `prompt_tokens`: what has to be in the KV cache before it decodes;
-    `load_tokens`: what the router counts it with; `place`: in its rank's order of admission."""
+    `load_tokens`: what the router counts it with; `shared_tokens`: of its hit, what others held when it was admitted;
+    `place`: in its rank's order of admission."""
 
     request: Request
     rank: int
@@ -28,6 +29,7 @@ class Sequence:
     load_tokens: int = 0
     computed_tokens: int = 0
     cached_tokens: int = 0
+    shared_tokens: int = 0
     generated_tokens: int = 0
     kv_loaded: bool = False
     finish_step: int = -1
@@ -168,20 +170,22 @@ def _take_waiting(
     limit = _chunk_limit(rank, pool, given.visible_before_ns)
     while waiting and waiting[0].ready_ns < given.visible_before_ns:
         seq = waiting[0]
-        blocked_by = _no_place(seats, budget, 1) or ("kv_full" if seq.prompt_tokens > room_tokens else None)
-        if blocked_by:
+        if blocked_by := _no_place(seats, budget, 1):
             return started, blocked_by
         cached = _cached_tokens(rank, seq, given.replay_tokens, pool.enable_prefix_caching)
+        over = seq.prompt_tokens - room_tokens
+        if over > 0 and over > rank.cache.held_tokens(seq.request, cached):
+            return started, "kv_full"
         if given.defers and cached < seq.prompt_tokens - 1:
             break
         waiting.popleft()
-        _start_prefill(rank, seq, given.now_ns, cached)
         new = min(seq.prompt_tokens - cached, limit, budget)
+        _start_prefill(rank, seq, given.now_ns, cached, new, pool.enable_prefix_caching)
         started.append(seq)
         chunks.append((seq, new))
         budget -= new
         seats -= 1
-        room_tokens -= cached + new  # the rest of the prompt is not allocated yet
+        room_tokens -= cached + new - seq.shared_tokens  # the rest of the prompt is not allocated yet
     return started, None
 
 
@@ -212,10 +216,11 @@ def _cached_tokens(rank: Rank, seq: Sequence, replay_tokens: int, caching: bool)
     return usable_hit(request, rank.cache.match(request), replay_tokens) if caching else 0
 
 
-def _start_prefill(rank: Rank, seq: Sequence, now_ns: int, cached: int) -> None:
+def _start_prefill(rank: Rank, seq: Sequence, now_ns: int, cached: int, new: int, caching: bool) -> None:
     _admit(rank, seq, now_ns)
-    if seq.request.cached_tokens is None:
-        rank.cache.take(seq.request)
+    seq.shared_tokens = rank.cache.begin(seq.request, cached) if caching else 0
+    if caching:
+        rank.cache.grow(seq.request, cached + new)
     seq.computed_tokens = cached
     if seq.preemptions == 0:
         seq.cached_tokens = cached

@@ -14,6 +14,7 @@ import simpy
 
 from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memory
 from rackplan.simulator.acceptance import Acceptance
+from rackplan.simulator.block_cache import BlockCache
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import Calibration
 from rackplan.simulator.frontend import TURNS
@@ -23,9 +24,9 @@ from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_transfer import KvTransfers
 from rackplan.simulator.launches import DrawnLaunches
 from rackplan.simulator.pool import PoolOfInstances
-from rackplan.simulator.prefix_cache import BlockCache, SessionCache
+from rackplan.simulator.prefix_cache import SessionCache
 from rackplan.simulator.request import NS_PER_MS, NS_PER_S, Load, Request, Source, Workload
-from rackplan.simulator.router import make_router
+from rackplan.simulator.router import LeastRequests, make_router
 from rackplan.simulator.scheduler import Sequence
 from rackplan.simulator.streams import Streams
 
@@ -123,7 +124,7 @@ class _Run:
         drafts = deployment.speculation.draft_tokens
         acceptance = Acceptance(drafts, deployment.model_spec.acceptance_length(drafts), streams)
         hashed = getattr(workload, "hashed", False)  # do its requests state their blocks?
-        router = make_router(deployment.router.policy)
+        router = make_router(deployment.router, streams)
         plans = zip(deployment.pools, memory, strict=True)
         models = [self._models(calibration, pool, plan, acceptance, hashed) for pool, plan in plans]
         flat = [m for group in models for m in group]
@@ -134,7 +135,7 @@ class _Run:
         if deployment.disaggregated:
             decode = [m for m in flat if m.pool.role == "decode"]
             # A decode rank has no prefix to prefer: KV comes whole, so load alone counts.
-            pool = PoolOfInstances(self.env, decode, make_router("least_requests"), self._prefilled, self._finished)
+            pool = PoolOfInstances(self.env, decode, LeastRequests(), self._prefilled, self._finished)
             self.pools.append(pool)
             self.transfers = KvTransfers(
                 self.env,

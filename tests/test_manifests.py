@@ -7,7 +7,7 @@ import shlex
 import subprocess
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -19,6 +19,7 @@ from rackplan.cli.main import app, execute
 from rackplan.engine import Deployment, InfeasibleError, InputError, parse_deployment
 from rackplan.engine.changes import restart_needed
 from rackplan.engine.cluster import Cluster
+from rackplan.engine.deployment import RouterPolicy
 from rackplan.engine.manifest_yaml import to_yaml
 from rackplan.engine.manifests import CLUSTER_TARGETS, TARGETS, Rendering, render_cluster, render_shell
 from rackplan.engine.placement import Placement
@@ -413,9 +414,9 @@ def test_one_instance_that_balances_itself_needs_no_router():
 
 
 CARRIED = {
-    "dynamo": {"round_robin": False, "least_requests": True, "least_tokens": False, "prefix_affinity": True},
-    "llm-d": {"round_robin": False, "least_requests": True, "least_tokens": False, "prefix_affinity": False},
-    "lws": dict.fromkeys(("round_robin", "least_requests", "least_tokens", "prefix_affinity"), True),
+    "dynamo": dict.fromkeys(get_args(RouterPolicy), False) | {"least_requests": True, "prefix_affinity": True},
+    "llm-d": dict.fromkeys(get_args(RouterPolicy), False) | {"least_requests": True},
+    "lws": dict.fromkeys(get_args(RouterPolicy), True),
 }
 
 

@@ -88,6 +88,7 @@ CHANGED = {
 NOT_VLLMS = {
     "dp_sync.algorithm": "one a release: check_renderable refuses the others",
     "router.policy": "the router's",
+    "router.affinity_timeout_s": "the router's",
 }
 """Fields that no flag of vLLM carries, and whose they are. docs/deploying.md has this list."""
 

@@ -6,6 +6,7 @@ end.
 """
 
 import dataclasses
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disaggregated, requests, with_kv_tokens
 
 from rackplan.engine import parse_deployment
+from rackplan.engine.deployment import RouterPolicy
 from rackplan.simulator.metrics import PERCENTILES, batch_intervals, gpu_time_share, metrics_of, percentiles
 from rackplan.simulator.request import Load, Request
 from rackplan.simulator.simulate import RunOptions, simulate
@@ -36,6 +38,7 @@ def streams_of_requests(draw):
         if rng.random() < 0.4:
             r.session = int(rng.integers(0, 6))
             r.reuse_tokens = int(rng.integers(0, r.input_tokens + 1))
+            r.prefix_session = int(rng.integers(-1, 6))
     return out
 
 
@@ -54,9 +57,9 @@ def deployments(draw):
         "async_scheduling": draw(st.booleans()),
     }
     top = {"model": model, "gpu": gpu, "speculation": {"draft_tokens": drafts}}
-    top["router"] = {
-        "policy": draw(st.sampled_from(["round_robin", "least_requests", "least_tokens", "prefix_affinity"]))
-    }
+    top["router"] = {"policy": draw(st.sampled_from(get_args(RouterPolicy)))}
+    if top["router"]["policy"] == "session_affinity":
+        top["router"]["affinity_timeout_s"] = draw(st.sampled_from([None, 0.5]))
     if draw(st.booleans()):
         deployment = aggregated(**common, instances=draw(st.integers(1, 2)), **ranks_of(ranks))
         deployment = parse_deployment({**deployment.to_dict(), **top})

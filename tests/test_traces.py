@@ -11,7 +11,7 @@ from models import FakeCalibration, aggregated
 
 from rackplan.engine import InputError
 from rackplan.simulator.arrivals import TraceWorkload
-from rackplan.simulator.prefix_cache import BlockCache
+from rackplan.simulator.block_cache import BlockCache
 from rackplan.simulator.request import NS_PER_S, Load, Request
 from rackplan.simulator.sessions import SessionWorkload
 from rackplan.simulator.simulate import RunOptions, simulate
@@ -232,8 +232,8 @@ def test_mooncake_hits_are_those_that_its_authors_count() -> None:
     for request in replay(workload):
         hits += cache.match(request)
         inputs += request.input_tokens
-        cache.take(request)
-        cache.store(request, request.input_tokens)
+        cache.begin(request, 0)
+        cache.end(request, request.input_tokens)
     assert hits / inputs == pytest.approx(0.374, abs=0.0005)
 
 
