@@ -30,6 +30,8 @@ class Base:
     concurrency: int | None = None
     rate_req_s: float | None = None
     calibration: str | None = None
+    thinking: bool | None = None
+    acceptance_spread: float | None = None
 
 
 def parse_tps(text: str | float, option: str = "--target-tps") -> float:
@@ -134,6 +136,8 @@ def load_base(path: Path) -> Base:
         concurrency=None if concurrency is None else parse_int(f"{path}: load.concurrency", 1)(concurrency),
         rate_req_s=None if rate is None else parse_above_zero(f"{path}: load.rate_req_s", "12.5")(rate),
         calibration=_stated(path, plan, "provenance.calibration", str),
+        thinking=_stated(path, plan, "inputs.thinking", bool),
+        acceptance_spread=_stated(path, plan, "inputs.acceptance_spread"),
     )
 
 
@@ -147,7 +151,7 @@ def _stated(path: Path, plan: dict[str, Any], key: str, of: type | tuple[type, .
             break
         value = value.get(part)
     else:
-        if value is None or (isinstance(value, of) and not isinstance(value, bool)):
+        if value is None or (isinstance(value, of) and (of is bool or not isinstance(value, bool))):
             return value
     raise InputError(f"{path}: {key}={str(value)[:40]!r}: not what `rackplan plan` writes there; write the plan anew")
 
