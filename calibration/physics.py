@@ -59,6 +59,8 @@ class Coefficients(BaseModel):
     decode_request_ms: float = Field(0.0, ge=0)
     decode_query_ms: float = Field(0.0, ge=0)
     kv_read_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
+    # of the context's time what each draft adds again: 0 where it is the read, 1 where arithmetic of many heads binds
+    context_query_share: float = Field(0.0, ge=0, le=1)
     prefill_pair_ms: float = Field(ge=0)
     prefill_context_ms: float = Field(0.0, ge=0)
     prefill_chunk_ms: float = Field(0.0, ge=0)
@@ -125,6 +127,7 @@ class PhysicalCost:
             m.layers * m.non_expert_read_bytes_per_layer_step / pool.tp / (hbm_bytes_ms * c.dense_read_efficiency)
         )
         self._context_ms = m.decode_kv_read_bytes_per_context_token / pool.tp / (hbm_bytes_ms * c.kv_read_efficiency)
+        self._context_ms *= 1 + self.drafts * c.context_query_share
         queries_ms = (1 + self.drafts) * c.decode_query_ms / pool.tp
         self._request_ms = (
             c.decode_request_ms

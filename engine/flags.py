@@ -146,7 +146,10 @@ def speculation_flags(deployment: Deployment) -> Flags:
             f"speculation.draft_tokens={drafts}: vLLM's method for {draft.name} is not known, only for "
             f"{', '.join(DRAFT_METHODS)}; set 0"
         )
-    return ["--speculative-config", as_json({"method": DRAFT_METHODS[draft.name], "num_speculative_tokens": drafts})]
+    config: dict[str, Any] = {"method": DRAFT_METHODS[draft.name], "num_speculative_tokens": drafts}
+    if config["method"] == "dspark":  # each step verifies all drafts, as it is simulated
+        config["enable_adaptive_verification"] = False
+    return ["--speculative-config", as_json(config)]
 
 
 def kv_transfer_flags(deployment: Deployment, pool: Pool, placement: Placement) -> Flags:
