@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from rackplan.calibration.experts import experts_touched
+from rackplan.calibration.weight_offload import weight_wait_ms
 from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
 from rackplan.simulator.cost import FloatArray, SharedTime
 
@@ -196,19 +197,17 @@ class PhysicalCost:
         return SharedTime(*target, draft_ms, wait_ms)
 
     def _weight_wait_ms(self, layers_ms: float) -> float:
-        """Waiting for experts that lie in host memory, over the step.
-
-        Of each group of layers `num_in_group` load theirs over the host link, each no sooner than `prefetch_step`
-        layers ahead; a layer computes for its share of `layers_ms`, to which attention is not counted: the wait is an
-        upper bound where attention is long."""
-        m, offload = self.model, self.pool.offload
-        layer_ms = layers_ms / m.layers
-        held = m.routed_experts * m.bytes_per_routed_expert / self.width
-        load_ms = held / (self.gpu.host_gb_s * 1e6)
-        loaded = min(offload.num_in_group, offload.group_size)
-        late_ms = loaded * max(0.0, load_ms - offload.prefetch_step * layer_ms)
-        link_ms = loaded * load_ms - offload.group_size * layer_ms  # the link is never idle, and still too slow
-        return m.moe_layers / offload.group_size * max(late_ms, link_ms)
+        """Waiting for experts that lie in host memory, over the step. A layer computes for its share of `layers_ms`, to
+        which attention is not counted: the wait is an upper bound where attention is long."""
+        m = self.model
+        load_ms = m.routed_experts * m.bytes_per_routed_expert / self.width / (self.gpu.host_gb_s * 1e6)
+        return weight_wait_ms(
+            self.pool.offload,
+            layers=m.layers,
+            dense_layers=m.dense_layers,
+            layer_ms=layers_ms / m.layers,
+            load_ms=load_ms,
+        )
 
     def _dense_ms(self, tokens: int, prefill_share: float) -> float:
         c = self.c

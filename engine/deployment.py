@@ -29,7 +29,8 @@ class _Part(BaseModel):
 
 
 class WeightOffload(_Part):
-    """vLLM's --offload-*: of every `group_size` layers, `num_in_group` keep their routed experts in host memory."""
+    """vLLM's --offload-*: of every `group_size` layers, the last `num_in_group` keep their routed experts in host
+    memory. Each is loaded from the end of the one `prefetch_step` offloaded layers before it on."""
 
     group_size: int = Field(0, ge=0)
     num_in_group: int = Field(1, ge=1)
