@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rackplan.calibration.dual_batch import overlapped
 from rackplan.calibration.experts import experts_touched
 from rackplan.calibration.weight_offload import weight_wait_ms
 from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
@@ -112,7 +113,8 @@ class PhysicalCost:
         fixes_off: tuple[EngineFix, ...] = (),
         model: ModelSpec | None = None,
     ) -> None:
-        self.c = coefficients
+        # Dual-batch overlap runs on all-to-all kernels alone.
+        self.c = coefficients.model_copy(update={"all_to_all": True}) if pool.enable_dbo else coefficients
         self.launch_quantiles = coefficients.launch_quantiles
         self.launch_correlation = coefficients.launch_correlation
         self._wave_tokens = coefficients.prefill_wave_tokens
@@ -139,7 +141,7 @@ class PhysicalCost:
         self._replay_layers = max(0, m.replay_layers - sum(f.full_layers for f in fixes_off))
         self._token_fix_ms = sum(f.per_token_ms for f in fixes_off)
         self._expert_flops = 6.0 * m.hidden * m.expert_intermediate
-        self._shared = lru_cache(maxsize=65536)(self._shared_time)
+        self._shared = lru_cache(maxsize=65536)(overlapped(self._shared_time) if pool.enable_dbo else self._shared_time)
         late = sum(1.0 / i for i in range(1, pool.dep + 1)) - 1.0  # expected extra of the latest of dep ranks
         self._host_fixed_ms = c.host_step_ms + c.host_jitter_ms * late
 
