@@ -30,7 +30,8 @@ UNKNOWNS = {"dense_flop_efficiency": Unknown(0.3, 0.02, 1.2), "kv_read_efficienc
 NOTES = (
     "Two figures, two coefficients: no row is left to test the fit by; its error is an estimate, no hold-out.",
     "F60's batch is assumed: 512 requests a rank at a mean context of 3,072 tokens.",
-    "kv_read_efficiency stands for MLA's arithmetic too: 128 heads on FP8 KV are bound by it, not by the read.",
+    "kv_read_efficiency stands for MLA's arithmetic: 128 heads on FP8 KV are bound by it, not by the read, so each "
+    "draft takes as long over the context again (context_query_share 1, by arithmetic intensity, not fitted).",
     "MoE, link and host coefficients are carried from gb300-v4.1-flash; expert skew is taken as EPLB-balanced.",
     "Weight offload of every second layer (F59) is hidden: a layer computes for 40 ms where the next loads in 14.",
 )
@@ -47,6 +48,7 @@ def _carried() -> Coefficients:
             "combine_bytes": 2.0,
             "decode_query_ms": 0.0,
             "prefill_pair_ms": PAIR_MS,
+            "context_query_share": 1.0,
         }
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rackplan.calibration import campaign, h200, h200_v3, published, published_v3, replay
-from rackplan.calibration.batch import Batch, deployment_of
+from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
 from rackplan.calibration.compared import by_metric, row, summary
 from rackplan.calibration.figures import Predictor, figures, fit_value
 from rackplan.calibration.file import FittedCalibration
@@ -27,6 +27,7 @@ STEP_ASSUMPTION = (
     "16 requests a rank (as F21), 5 drafts, 207,394 tokens of context, 3.51 tokens a step; a rank admits a 218.9K "
     "prompt in 5.2 % of steps, and the step waits if any rank does"
 )
+SINGLE_USER = "5 drafts, 3.51 tokens a step, 207,394 tokens of context; TP's all-reduces are not modelled"
 V3_H200_PREFILL_TOK_S = 7020
 """FP8, EP16, 2K prompts, per GPU: public results of the same authors as F66."""
 
@@ -62,6 +63,15 @@ def _target_share_pct(calibration: FittedCalibration, terms: tuple[str, ...]) ->
     return 100 * sum(found[t] for t in terms) / (sum(found.values()) - found["draft"])
 
 
+def _single_user_tok_s(calibration: FittedCalibration) -> float:
+    """Tokens a second of one request alone on four GPUs of one tensor-parallel rank."""
+    deployment, pool = deployment_of(published.MODEL, "gb300", dep=4, drafts=DRAFTS)
+    cost = calibration.cost_on(deployment, pool.model_copy(update={"dep": 1, "tp": 4}))
+    gpu_ms = sum(gpu_terms_ms(cost, Batch(decodes=1, context_tokens=AGENTX_CONTEXT), dep=1, drafts=DRAFTS).values())
+    wall_ms = step_wall_ms(gpu_ms, 0.0, cost.host_ms(1), 0.0, 0.0, async_scheduling=True)
+    return deployment.model_spec.acceptance_length(DRAFTS) / wall_ms * 1e3
+
+
 def _gb200_over_h200(calibration: FittedCalibration) -> float:
     """Output tokens per GPU of 4 x DEP2 + DEP8 over those of 16 + 32 H200, each bound by its slower pool."""
     gb200 = min(8 * published_v3.prefill_tok_s(calibration), 8 * published_v3.decode_tok_s(calibration)) / 16
@@ -88,9 +98,11 @@ CHECKS: dict[str, dict[str, Predictor]] = {
         "F39": Predictor(_gpu_saved_ms, STEP_ASSUMPTION),
         "F42": Predictor(lambda c: _decode_step_ms(c, 32, "ring"), STEP_ASSUMPTION),
         "F43": Predictor(lambda c: _decode_step_ms(c, 32, "recursive_doubling"), STEP_ASSUMPTION),
+        "F56": Predictor(_single_user_tok_s, f"{SINGLE_USER}, on the standard decode path"),
+        "F57": Predictor(_single_user_tok_s, SINGLE_USER),
         **replay.PUBLISHED,
     },
-    "gb200-v3": {"F61": Predictor(_gb200_over_h200, "the middle of the range; H200 at F66 and 7,020 tok/s/GPU")},
+    "gb200-v3": {"F61": Predictor(_gb200_over_h200, "H200 at F66 and 7,020 tok/s/GPU")},
 }
 """Check rows by calibration; those of replay.py are simulated, the others closed forms."""
 
@@ -120,7 +132,7 @@ def validate(name: str) -> dict[str, Any]:
     of_profiles = {"h200-v2-lite": _v2_lite_rows, h200_v3.NAME: _v3_slice_rows}
     rows = of_profiles.get(calibration.name, _fit_rows)(calibration)
     checks = CHECKS.get(calibration.name, {})
-    rows += [_figure_row(id, p.predict(calibration), p.assumption) for id, p in sorted(checks.items())]
+    rows += [_figure_row(id, p.predict(calibration), p.assumption, "check") for id, p in sorted(checks.items())]
     return {"name": name, "rows": rows, "by_metric": by_metric(rows), "summary": summary(rows)}
 
 
@@ -198,7 +210,10 @@ def _fit_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     return [_figure_row(id, predict(calibration)) for id, predict in predictors.items()]
 
 
-def _figure_row(id: str, predicted: float, assumption: str = "") -> dict[str, Any]:
+def _figure_row(id: str, predicted: float, assumption: str = "", role: str | None = None) -> dict[str, Any]:
+    """A figure that is a range says so: its error is against the middle."""
     figure = figures()[id]
-    what = f"{figure.what} ({assumption})" if assumption else figure.what
-    return row(id, what, figure.unit, figure.value, predicted, figure.role, metric=figure.unit)
+    stated = [f"{figure.text} was stated"] if " to " in figure.text else []
+    notes = "; ".join([*stated, *([assumption] if assumption else [])])
+    what = f"{figure.what} ({notes})" if notes else figure.what
+    return row(id, what, figure.unit, figure.value, predicted, role or figure.role, metric=figure.unit)

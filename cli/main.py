@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,6 +17,9 @@ from rackplan.cli import options, output, params
 from rackplan.cli.calibration import calibration_app
 from rackplan.cli.deploy import add_commands
 from rackplan.engine import GPUS, MODELS, DeployError, InfeasibleError, InputError, load_deployment
+
+if TYPE_CHECKING:
+    from rackplan.simulator.acceptance import Drafting
 
 BAD_INPUT, INFEASIBLE, NOT_DEPLOYED, INTERRUPTED = 2, 3, 4, 130
 
@@ -44,6 +48,8 @@ def plan(
     seed: params.Seed = 0,
     trials: params.Trials = 60,
     calibration: params.Calibration = None,
+    thinking: params.Thinking = None,
+    acceptance_spread: params.AcceptanceSpread = None,
     out: params.Out = Path("out"),
     json: params.Json = False,
 ) -> None:
@@ -69,6 +75,7 @@ def plan(
         seed=seed,
         trials=trials,
         calibration=calibration,
+        drafting=_drafting(thinking, acceptance_spread),
     )
     output.check_folder(out)
     with output.progress_on_stderr() as progress:
@@ -93,6 +100,8 @@ def simulate(
     calibration: params.Calibration = None,
     replications: params.Replications = 1,
     seed: params.Seed = 0,
+    thinking: params.Thinking = None,
+    acceptance_spread: params.AcceptanceSpread = None,
     json: params.Json = False,
 ) -> None:
     """Predict what a given deployment does under a given load."""
@@ -100,6 +109,8 @@ def simulate(
     if cv is not None and rate is None:
         raise InputError(f"--cv {cv:g}: has no effect without --rate; add --rate or leave it out")
     given = load_deployment(deployment)
+    drafting = _drafting(thinking, acceptance_spread)
+    drafting.check_effect(given.speculation.draft_tokens)
     from rackplan.cli import screen
     from rackplan.tuner.evaluate import simulate_document
 
@@ -113,6 +124,7 @@ def simulate(
         calibration=calibration,
         replications=replications,
         seed=seed,
+        drafting=drafting,
     )
     if json:
         output.print_json(document)
@@ -131,6 +143,8 @@ def whatif(
     calibration: params.Calibration = None,
     replications: params.Replications = 1,
     seed: params.Seed = 0,
+    thinking: params.Thinking = None,
+    acceptance_spread: params.AcceptanceSpread = None,
     json: params.Json = False,
 ) -> None:
     """Compare a plan with changes to it on the same arrivals: what moves, and why."""
@@ -151,6 +165,7 @@ def whatif(
         calibration=base.calibration if calibration is None else calibration,
         replications=replications,
         seed=seed,
+        drafting=_drafting(thinking, acceptance_spread, base),
     )
     if json:
         output.print_json(document)
@@ -159,6 +174,19 @@ def whatif(
 
 
 add_commands(app)
+
+
+def _drafting(thinking: str | None, spread: float | None, base: options.Base | None = None) -> "Drafting":
+    """What was given, else what `base` states, else the usual."""
+    if thinking is not None:
+        options.one_of("--thinking", thinking, ("on", "off"))
+    from rackplan.simulator.acceptance import Drafting
+
+    stated = (base.thinking, base.acceptance_spread) if base else (None, None)
+    return Drafting(
+        thinking=stated[0] is not False if thinking is None else thinking == "on",
+        acceptance_spread=(stated[1] or 0.0) if spread is None else spread,
+    )
 
 
 def _one_load(concurrency: int | None, rate: float | None) -> None:

@@ -32,6 +32,8 @@ class Base:
     rate_req_s: float | None = None
     calibration: str | None = None
     unmet: str | None = None
+    thinking: bool | None = None
+    acceptance_spread: float | None = None
 
 
 def parse_tps(text: str | float, option: str = "--target-tps") -> float:
@@ -137,6 +139,8 @@ def load_base(path: Path) -> Base:
         rate_req_s=None if rate is None else parse_above_zero(f"{path}: load.rate_req_s", "12.5")(rate),
         calibration=_stated(path, plan, "provenance.calibration", str),
         unmet=None if plan.get("feasible") else _stated(path, plan, "reason", str),
+        thinking=_stated(path, plan, "inputs.thinking", bool),
+        acceptance_spread=_stated(path, plan, "inputs.acceptance_spread"),
     )
 
 
@@ -150,7 +154,7 @@ def _stated(path: Path, plan: dict[str, Any], key: str, of: type | tuple[type, .
             break
         value = value.get(part)
     else:
-        if value is None or (isinstance(value, of) and not isinstance(value, bool)):
+        if value is None or (isinstance(value, of) and (of is bool or not isinstance(value, bool))):
             return value
     raise InputError(f"{path}: {key}={str(value)[:40]!r}: not what `rackplan plan` writes there; write the plan anew")
 

@@ -256,6 +256,7 @@ def _prediction(prediction: Document, title: str, console: Console) -> None:
     for key, name, form in (
         ("ttft_ms", "TTFT", time_ms),
         ("tpot_ms", "TPOT", time_ms),
+        ("itl_ms", "ITL", time_ms),
         ("interactivity_tok_s_user", "Interactivity, tok/s/user", number),
     ):
         bounds = ci95.get(key) or {}

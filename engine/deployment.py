@@ -31,7 +31,8 @@ class _Part(BaseModel):
 
 
 class WeightOffload(_Part):
-    """vLLM's --offload-*: of every `group_size` layers, `num_in_group` keep their routed experts in host memory."""
+    """vLLM's --offload-*: of every `group_size` layers, the last `num_in_group` keep their routed experts in host
+    memory. Each is loaded from the end of the one `prefetch_step` offloaded layers before it on."""
 
     group_size: int = Field(0, ge=0)
     num_in_group: int = Field(1, ge=1)
@@ -47,6 +48,7 @@ class Pool(_Part):
     """Instances of one role. Caps are per data-parallel rank, as in vLLM.
 
     GPUs of an instance = dep x tp: attention is data-parallel over `dep` ranks, experts lie over all its GPUs.
+    `enable_dbo`: dual-batch overlap, on DeepEP's all-to-all kernels.
     `redundant_experts`: this pool's own number of replicas, where EPLB is on; None takes eplb.redundant_experts.
     """
 
@@ -64,6 +66,7 @@ class Pool(_Part):
     max_cudagraph_capture_size: int = Field(512, ge=0)
     async_scheduling: bool = True
     redundant_experts: int | None = Field(None, ge=0)
+    enable_dbo: bool = False
     offload: WeightOffload = WeightOffload()
 
     @property
@@ -250,6 +253,8 @@ def _check_pool(pool: Pool, deployment: Deployment) -> None:
             f"{pool.role}.prefill_schedule_interval={pool.prefill_schedule_interval} has no effect at dep=1; only "
             "data-parallel ranks keep to it: set 1"
         )
+    if pool.enable_dbo and (why := _dbo_misfit(pool, deployment)):
+        raise ValueError(f"{pool.role}.enable_dbo=true: {why}; set false")
     for key, off in EAGER.items() if deployment.gpu_spec.eager else ():
         if getattr(pool, key) != off:
             mend = f"set {off} or remove it".lower()
@@ -265,6 +270,19 @@ def _check_pool(pool: Pool, deployment: Deployment) -> None:
             f"{pool.role}.long_prefill_token_threshold={threshold} has no effect at max_num_batched_tokens="
             f"{pool.max_num_batched_tokens}; lower it or set 0"
         )
+
+
+def _dbo_misfit(pool: Pool, deployment: Deployment) -> str:
+    """Why vLLM would not run the pool with dual-batch overlap, or rackplan does not know how it would."""
+    if pool.dep == 1:
+        return "only data-parallel ranks exchange tokens to overlap, and dep=1"
+    if pool.role == "aggregated":
+        return "DeepEP has one kind of kernel for prompts and one for decodes, and an aggregated pool runs both"
+    if deployment.speculation.draft_tokens:
+        return f"vLLM does not split batches with speculation.draft_tokens={deployment.speculation.draft_tokens}"
+    if deployment.model_spec.host_bytes:
+        return f"vLLM does not split batches of {deployment.model}, which has tables in host memory"
+    return "its engine has no such kernels" if deployment.gpu_spec.eager else ""
 
 
 def parse_deployment(data: Any, where: str = "deployment") -> Deployment:

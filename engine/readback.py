@@ -39,6 +39,7 @@ def expected_config(deployment: Deployment, pool: Pool, revision: str) -> dict[s
         "tensor_parallel_size": pool.tp,
         "enable_expert_parallel": wide,
         "enable_eplb": balanced,
+        "enable_dbo": pool.enable_dbo,
         **({f"eplb.{k}": v for k, v in eplb.items()} if balanced else {}),
         "draft_tokens": deployment.speculation.draft_tokens,
         "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": None}[pool.role],

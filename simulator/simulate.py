@@ -13,7 +13,7 @@ import numpy as np
 import simpy
 
 from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memory
-from rackplan.simulator.acceptance import Acceptance
+from rackplan.simulator.acceptance import USUAL, Acceptance, Drafting
 from rackplan.simulator.block_cache import BlockCache
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import Calibration
@@ -41,13 +41,15 @@ COLUMNS = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """How to run. Arrivals stop after `duration_s`; what ends before `warmup_s` is not measured; `coalesce=False` takes
-    every step by itself (for tests: the results are the same). `drain`: run on until every request has ended."""
+    every step by itself (for tests: the results are the same). `drain`: run on until every request has ended.
+    `drafting`: how the requests' text suits the draft."""
 
     duration_s: float = 600.0
     warmup_s: float = 0.0
     seed: int = 0
     drain: bool = True
     coalesce: bool = True
+    drafting: Drafting = USUAL
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +124,8 @@ class _Run:
         self.ended = array("q")  # a row of COLUMNS each
         self.limit_tokens = min([deployment.context_limit, *(m.kv_tokens for m in memory)])
         drafts = deployment.speculation.draft_tokens
-        acceptance = Acceptance(drafts, deployment.model_spec.acceptance_length(drafts), streams)
+        length = deployment.model_spec.acceptance_length(drafts, thinking=options.drafting.thinking)
+        acceptance = Acceptance(drafts, length, streams, options.drafting.acceptance_spread)
         hashed = getattr(workload, "hashed", False)  # do its requests state their blocks?
         router = make_router(deployment.router, streams)
         plans = zip(deployment.pools, memory, strict=True)

@@ -69,6 +69,7 @@ CHANGED = {
     "max_cudagraph_capture_size": 256,
     "async_scheduling": False,
     "redundant_experts": 0,
+    "enable_dbo": True,
     "offload.group_size": 8,
     "offload.num_in_group": 2,
     "offload.prefetch_step": 2,

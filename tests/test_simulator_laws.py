@@ -16,9 +16,12 @@ from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disag
 
 from rackplan.engine import parse_deployment
 from rackplan.engine.deployment import RouterPolicy
+from rackplan.simulator.acceptance import USUAL, Drafting
 from rackplan.simulator.metrics import PERCENTILES, batch_intervals, gpu_time_share, metrics_of, percentiles
 from rackplan.simulator.request import Load, Request
 from rackplan.simulator.simulate import RunOptions, simulate
+
+DRAFTING = (USUAL, Drafting(thinking=False, acceptance_spread=0.1))
 
 
 def run(deployment, reqs, calibration=None, *, primed=(), **options):
@@ -82,10 +85,10 @@ def deployments(draw):
 
 
 @settings(max_examples=100)
-@given(deployments(), streams_of_requests())
-def test_laws_hold_on_random_deployments(deployment, reqs):
+@given(deployments(), streams_of_requests(), st.sampled_from(DRAFTING))
+def test_laws_hold_on_random_deployments(deployment, reqs, drafting):
     calibration = FakeCalibration(LinearCost(host=0.8, sync=0.3, admission=0.2, floor=7.0), balance=0.8)
-    result = run(deployment, reqs, calibration)
+    result = run(deployment, reqs, calibration, drafting=drafting)
     # 1
     assert result.submitted == len(reqs) == len(result.finish_ns) + result.rejected
     assert result.unfinished == 0
@@ -96,11 +99,11 @@ def test_laws_hold_on_random_deployments(deployment, reqs):
         assert min(pool.gpu_ns.values()) >= -1e-3
     assert sum(gpu_time_share(result).values()) == pytest.approx(1.0)
     # 3
-    single = run(deployment, reqs, calibration, coalesce=False)
+    single = run(deployment, reqs, calibration, drafting=drafting, coalesce=False)
     for name in ("request_id", "first_token_ns", "finish_ns", "cached_tokens", "scheduled_ns"):
         np.testing.assert_array_equal(getattr(result, name), getattr(single, name), err_msg=name)
     # 4
-    assert metrics_of(result) == metrics_of(run(deployment, reqs, calibration))
+    assert metrics_of(result) == metrics_of(run(deployment, reqs, calibration, drafting=drafting))
     # 5
     if len(result.finish_ns):
         assert (result.arrival_ns <= result.scheduled_ns).all()

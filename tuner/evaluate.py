@@ -11,6 +11,7 @@ from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import default_calibration, load_calibration
 from rackplan.engine import Deployment, InfeasibleError, InputError, check_memory
 from rackplan.engine.deployment import DpSync
+from rackplan.simulator.acceptance import USUAL, Drafting
 from rackplan.simulator.arrivals import TraceWorkload
 from rackplan.simulator.request import Load, Workload
 from rackplan.simulator.simulate import RunOptions
@@ -39,6 +40,7 @@ def simulate_document(
     calibration: str | None,
     replications: int,
     seed: int,
+    drafting: Drafting = USUAL,
 ) -> dict[str, Any]:
     """The contract's simulation document.
 
@@ -51,7 +53,7 @@ def simulate_document(
     load = Load(concurrency=concurrency, rate_req_s=rate, cv=cv)
     check_memory(deployment)
     _check_size(load, duration_s)
-    options = run_options(load, duration_s, seed)
+    options = replace(run_options(load, duration_s, seed), drafting=drafting)
     found = merge(deployment, load, _replicate(deployment, parsed, load, fitted, options, replications))
     _check_measured(found, duration_s, options.warmup_s)
     inputs = {
@@ -65,6 +67,7 @@ def simulate_document(
         "calibration": fitted.name,
         "replications": replications,
         "seed": seed,
+        **drafting.to_inputs(),
     }
     return {
         "inputs": inputs,

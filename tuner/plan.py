@@ -44,6 +44,7 @@ def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
     report = progress or (lambda text, share: None)
     _check(request)
     demand = play_demand(request.parsed_workload, e2e_s=NOMINAL_E2E_S, duration_s=PLAYED_S, seed=request.seed)
+    demand = replace(demand, thinking=request.drafting.thinking)
     longest, most = demand.longest_tokens, request.model_spec.max_model_len
     if longest > most:
         raise InputError(
@@ -77,6 +78,7 @@ def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
 def _check(request: PlanRequest) -> None:
     """Resolve what can be wrong before anything runs."""
     _ = request.model_spec, request.gpu_spec, request.fitted, request.parsed_workload
+    request.drafting.check_effect(request.model_spec.max_draft_tokens)
 
 
 def _finalists(result: SearchResult) -> list[Trial]:
@@ -99,7 +101,7 @@ def _confirm(request: PlanRequest, demand: Demand, workers: Workers, finalists: 
         SearchTask(
             deployment=t.deployment,
             start=_amount(t.point.nearest.load),
-            options=_long_run(t.point.nearest, request.seed, demand, EDGE_S),
+            options=_long_run(t.point.nearest, request, demand, EDGE_S),
             most_probes=EDGE_PROBES,
             bar=None,
             to_the_edge=True,
@@ -120,7 +122,7 @@ def _confirm(request: PlanRequest, demand: Demand, workers: Workers, finalists: 
 def _replicate(request: PlanRequest, demand: Demand, workers: Workers, edge: Probe) -> Probe | None:
     """Replications with other seeds; the load gives way until the 95 % intervals of all SLOs are on the right side, and
     every replication too. None if it would not."""
-    load, options = edge.load, _long_run(edge, request.seed, demand, CONFIRMED_S)
+    load, options = edge.load, _long_run(edge, request, demand, CONFIRMED_S)
     for _ in range(MOST_RETREATS):
         tasks = [
             RunTask(deployment=edge.deployment, load=load, options=replace(options, seed=request.seed + 1 + i))
@@ -146,11 +148,11 @@ def _amount(load: Load) -> float:
     return float(load.concurrency or load.rate_req_s or 1.0)
 
 
-def _long_run(found: Probe, seed: int, demand: Demand, least_measured_s: float) -> RunOptions:
+def _long_run(found: Probe, request: PlanRequest, demand: Demand, least_measured_s: float) -> RunOptions:
     """Long enough for a closed loop to settle: its queue takes a unit's whole cycle, think time included, and its
     decode batch the life of all but the longest requests."""
     metrics = found.metrics
-    short = horizon(metrics["e2e_ms"]["p90"] / 1e3, seed, demand)
+    short = horizon(metrics["e2e_ms"]["p90"] / 1e3, request, demand)
     served = max(1e-9, metrics["request_throughput_req_s"])
     cycle_s = min(MOST_CYCLE_S, (found.load.concurrency or 0) / served)
     lives_s = min(MOST_LIVES_S, metrics["e2e_ms"]["p99"] / 1e3)
@@ -165,7 +167,7 @@ def _closest(result: SearchResult) -> Probe:
 
 def _sweep(request: PlanRequest, demand: Demand, workers: Workers, best: Probe) -> list[Probe]:
     loads = [load_of(request.parsed_workload, s * _amount(best.load)) for s in SWEEP]
-    options = horizon(best.metrics["e2e_ms"]["p90"] / 1e3, request.seed, demand)
+    options = horizon(best.metrics["e2e_ms"]["p90"] / 1e3, request, demand)
     tasks = [RunTask(deployment=best.deployment, load=load, options=options) for load in loads]
     return [merge(t.deployment, t.load, [run]) for t, run in zip(tasks, workers.run(tasks), strict=True)]
 

@@ -5,6 +5,7 @@ from typing import Any
 import yaml
 
 from rackplan.engine import Deployment, Eplb, InputError, parse_deployment
+from rackplan.simulator.acceptance import USUAL, Drafting
 from rackplan.tuner.evaluate import simulate_document
 
 SHOWN = (
@@ -37,12 +38,14 @@ def compare(
     calibration: str | None,
     replications: int,
     seed: int,
+    drafting: Drafting = USUAL,
 ) -> dict[str, Any]:
     """{"base", "changed": simulation documents, "changes", "moved", "why"}.
 
     Raises InputError on a change that cannot be or has no effect, InfeasibleError where the changed deployment does not
     fit its GPUs."""
     changed, effective = apply_changes(base, changes)
+    drafting.check_effect(max(d.speculation.draft_tokens for d in (base, changed)))
     load: dict[str, Any] = {
         "workload": workload,
         "concurrency": concurrency,
@@ -52,6 +55,7 @@ def compare(
         "calibration": calibration,
         "replications": replications,
         "seed": seed,
+        "drafting": drafting,
     }
     before = simulate_document(base, **load)
     after = simulate_document(changed, **load)
