@@ -268,7 +268,7 @@ def build() -> CalibrationFile:
             **bootstrap_intervals(found.gpu, ALL_UNKNOWNS),
             "eager_floor_ms": (floor_ms - found.launch_error_ms, floor_ms + found.launch_error_ms),
         },
-        transfer=transfer(),
+        transfer=transfer(found.front.token_ms),
         frontend_ms=found.front.total_ms,
         frontend_token_ms=found.front.token_ms,
         frontend_turn_ms=found.front.turn_ms,

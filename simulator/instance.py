@@ -69,7 +69,8 @@ class Instance:
         self._sync_ms = model.cost.dp_sync_ms()
         self._own_worker = model.pool.gpus_per_instance > 1
         self._wake: simpy.Event | None = None
-        self._extra_host_ms = 0.0
+        self._extra_host_ms = self._after_ms = 0.0
+        self._under_way: OneStep | StepRun | None = None
         self.start_measuring()
         self._process = env.process(self._live())
 
@@ -112,9 +113,16 @@ class Instance:
             self._cut_run()
 
     def charge_host_ms(self, ms: float) -> None:
-        """Work put on the worker's thread from outside; the next step waits for it."""
-        self._extra_host_ms += ms
-        self._cut_run()
+        """Work put on the worker's thread from outside: it follows the next launch, and the step behind that may have
+        to wait. Where nothing runs it holds up nothing."""
+        if self._under_way is not None:
+            self._after_ms += ms
+            self._cut_run()
+
+    def step_ms(self) -> float:
+        """How long the step under way takes, ms; 0 where none is."""
+        run = self._under_way
+        return run.wall_ns_at(self.env.now) / NS_PER_MS if run else 0.0
 
     def prime(self, rank: int, request: Request) -> None:
         """Put the whole prompt of `request` into a rank's prefix cache, at no cost."""
@@ -147,6 +155,7 @@ class Instance:
                 yield from self._wait_for_work()
                 continue
             run = self._next_run(plans)
+            self._under_way = run
             self._run = run if isinstance(run, StepRun) else None
             if self._frontend:
                 self._frontend.passing(run, batch.running)
@@ -159,6 +168,8 @@ class Instance:
                     continue
             self._run = None
             self._lead_ms, self._seen_ms = run.next_lead_ms, run.next_seen_ms
+            if self._lead_ms < 0:
+                self._be_late()
             self._book(plans, run)
             ranks.commit(plans, run.steps)
 
@@ -169,8 +180,9 @@ class Instance:
         if every and batch.step and batch.step % every == 0:
             self._extra_host_ms += model.rearrange_ms
         extra_ms, self._extra_host_ms = self._extra_host_ms, 0.0
+        after_ms, self._after_ms = self._after_ms, 0.0
         load = load_of(plans, batch, 1 + model.acceptance.draft_tokens, model.cost)
-        steps = 1 if plans or extra_ms else self.ranks.steps_ahead()
+        steps = 1 if plans or extra_ms or after_ms else self.ranks.steps_ahead()
         times = time_steps(
             model.cost,
             load,
@@ -178,6 +190,7 @@ class Instance:
             steps,
             model.balancedness(load.total_tokens / pool.dep),
             extra_host_ms=extra_ms,
+            after_ms=after_ms,
             sync_ms=self._sync_ms,
             async_scheduling=pool.async_scheduling,
             lead_ms=self._lead_ms,
@@ -185,6 +198,11 @@ class Instance:
             own_worker=self._own_worker,
         )
         return OneStep(times, self.env.now) if steps == 1 else StepRun(times, self.env.now)
+
+    def _be_late(self) -> None:
+        """The host is still at work when the step ends on the GPU: the next one starts so much later."""
+        self._extra_host_ms -= self._lead_ms
+        self._lead_ms, self._seen_ms = 0.0, max(0.0, self._seen_ms)
 
     def _deliver(self, delay_ns: int) -> None:
         """Hand on what the last step made: with async scheduling the host looks at it once the next is launched."""
@@ -210,6 +228,7 @@ class Instance:
 
     def _wait_for_work(self) -> Generator[simpy.Event, Any, None]:
         self._idle_since = self.env.now
+        self._under_way, self._extra_host_ms, self._after_ms = None, 0.0, 0.0
         self.ranks.begin_wave()
         self._wake = self.env.event()
         yield self._wake

@@ -17,9 +17,12 @@ from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disag
 from rackplan.engine import parse_deployment
 from rackplan.engine.deployment import RouterPolicy
 from rackplan.simulator.acceptance import USUAL, Drafting
+from rackplan.simulator.cost import TransferCost
+from rackplan.simulator.kv_transfer import steps_waited
 from rackplan.simulator.metrics import PERCENTILES, batch_intervals, gpu_time_share, metrics_of, percentiles
 from rackplan.simulator.request import Load, Request
 from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.step import overlap_one_ms
 
 DRAFTING = (USUAL, Drafting(thinking=False, acceptance_spread=0.1))
 
@@ -85,9 +88,12 @@ def deployments(draw):
 
 
 @settings(max_examples=100)
-@given(deployments(), streams_of_requests(), st.sampled_from(DRAFTING))
-def test_laws_hold_on_random_deployments(deployment, reqs, drafting):
+@given(deployments(), streams_of_requests(), st.sampled_from(DRAFTING), st.sampled_from([0.001, 0.4]), st.booleans())
+def test_laws_hold_on_random_deployments(deployment, reqs, drafting, per_block_ms, counts_steps):
     calibration = FakeCalibration(LinearCost(host=0.8, sync=0.3, admission=0.2, floor=7.0), balance=0.8)
+    calibration.transfer = dataclasses.replace(
+        calibration.transfer, per_block_ms=per_block_ms, counts_steps=counts_steps
+    )
     result = run(deployment, reqs, calibration, drafting=drafting)
     # 1
     assert result.submitted == len(reqs) == len(result.finish_ns) + result.rejected
@@ -182,6 +188,52 @@ def test_pull_delays_decode_steps_and_push_does_not():
         for m in ("push", "pull")
     }
     assert tpot["pull"] > 1.2 * tpot["push"]
+
+
+def test_a_post_costs_decode_steps_only_what_the_gpu_has_to_wait_for():
+    # Steps take 6.5 ms and their launch 3.4: a post of 7.3 behind the launch has 9.6 ms before the GPU runs dry.
+    wall, lead, following = overlap_one_ms(6.5, 0.0, 3.4, 6.5, 7.3)
+    assert (wall, lead) == (6.5, 6.5)
+    assert following == pytest.approx(6.5 + 6.5 - 3.4 - 7.3)
+    late, _, _ = overlap_one_ms(6.5, 0.0, 3.4, following, 0.0)
+    assert late == pytest.approx(6.5 + 3.4 - following)
+    assert overlap_one_ms(6.5, 0.0, 3.4, 6.5, 11.0)[2] < 0
+
+
+@given(st.floats(0.1, 90), st.floats(0.0, 90), st.floats(0.0, 20), st.floats(0.0, 90), st.floats(0.1, 20))
+def test_more_work_behind_a_launch_never_puts_the_host_ahead(gpu, floor, host, lead, after):
+    wall, _, following = overlap_one_ms(gpu, floor, host, lead)
+    wall_after, _, following_after = overlap_one_ms(gpu, floor, host, lead, after)
+    assert wall_after == wall  # this step is launched already
+    assert following - after - 1e-9 <= following_after <= following + 1e-9
+
+
+@pytest.mark.parametrize(("mode", "waits"), [("push", 2.0), ("pull", 2.5)])
+def test_a_hand_over_waits_for_steps_of_the_engine_that_takes_it(mode, waits):
+    # One request decodes in steps of 20 ms without end; a second is handed over meanwhile.
+    reqs = requests([0.0, 1.0], 100, [400, 2])
+    deployment = disaggregated(prefill={"instances": 1}, decode={"dep": 1}, kv_transfer={"mode": mode})
+    calibration = FakeCalibration(LinearCost(fixed_ms=20.0, context_ms=0.0))
+    first = {}
+    for counts in (False, True):
+        calibration.transfer = TransferCost(
+            setup_ms=5.0, per_block_ms=0.0, gb_per_s=50.0, block_tokens=64, counts_steps=counts
+        )
+        result = run(deployment, reqs, calibration)
+        first[counts] = result.first_token_ns[result.request_id == 1][0] / 1e6
+    step_ms = 20.0 + 0.01 + 0.5 + 1e-3
+    assert first[True] - first[False] == pytest.approx(waits * step_ms, abs=step_ms)
+    assert steps_waited(mode == "pull", async_scheduling=True) == waits
+
+
+def test_a_hand_over_to_an_idle_engine_waits_for_no_step():
+    at = {}
+    for counts in (False, True):
+        calibration = FakeCalibration()
+        calibration.transfer = dataclasses.replace(calibration.transfer, counts_steps=counts, per_block_ms=1.0)
+        deployment = disaggregated(decode={"dep": 1}, kv_transfer={"mode": "pull"})
+        at[counts] = run(deployment, requests([0.0], 100, 50), calibration).finish_ns
+    np.testing.assert_array_equal(at[False], at[True])
 
 
 def test_transfers_share_a_link():
