@@ -92,7 +92,10 @@ def test_h200_holdout_stays_within_its_budget():
 
 def test_fits_use_fit_rows_alone():
     assert all(figures()[id].role == "fit" for id in (*published.FIT_ROWS, *published_v3.FIT_ROWS))
-    assert all(figures()[id].role == "check" for rows in CHECKS.values() for id in rows)
+    # F57 may be fitted to and is not: TP's all-reduces are not modelled.
+    checks = {id for rows in CHECKS.values() for id in rows}
+    assert {id for id in checks if figures()[id].role == "fit"} == {"F57"}
+    assert not checks & {*published.FIT_ROWS, *published_v3.FIT_ROWS}
     with pytest.raises(InputError, match="F06 is a check row"):
         fit_value("F06")
 
