@@ -3,8 +3,10 @@ vLLM no longer has."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from rackplan.calibration import published_v3
 from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
 from rackplan.calibration.figures import fit_value
 from rackplan.calibration.library import load_calibration
@@ -25,7 +27,7 @@ def prefill(tokens: int, dep: int, **coefficients: float) -> dict[str, float]:
 
 
 def volume_ms(tokens: int, dep: int, **coefficients: float) -> float:
-    return prefill(tokens, dep, comm_fixed_ms=0.0, **coefficients)["communication"]
+    return prefill(tokens, dep, comm_fixed_ms=0.0, comm_rank_ms=0.0, **coefficients)["communication"]
 
 
 def test_f65_dispatch_in_nvfp4_takes_a_quarter_of_fp16s_bytes():
@@ -40,6 +42,11 @@ def test_f64_two_ranks_exchange_half_of_what_four_do():
     assert own == pytest.approx(1 / 3)
     assert all_together == pytest.approx(2 / 3)
     assert own < 0.5 < all_together
+
+
+def test_an_all_gather_takes_what_nccl_took_within_15_pct():
+    found = published_v3.all_gather_us(load_calibration("gb200-v3").coefficients.model_dump())
+    assert np.abs(found / published_v3.all_gathers()[:, 2] - 1).max() < 0.15
 
 
 def test_f63_moe_throughput_rises_with_the_batch_and_is_flat_from_64k():
