@@ -206,8 +206,19 @@ def _v3_slice_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
 
 
 def _fit_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
-    predictors = published.FIT_ROWS if calibration.file.model == published.MODEL else published_v3.FIT_ROWS
-    return [_figure_row(id, predict(calibration)) for id, predict in predictors.items()]
+    of_v3 = calibration.file.model == published_v3.MODEL
+    predictors = published_v3.FIT_ROWS if of_v3 else published.FIT_ROWS
+    rows = [_figure_row(id, predict(calibration)) for id, predict in predictors.items()]
+    return rows + (_all_gather_rows(calibration) if of_v3 else [])
+
+
+def _all_gather_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+    predicted = published_v3.all_gather_us(calibration.coefficients.model_dump())
+    return [
+        row(f"all_gather_{g:g}x{m:g}MiB", f"NCCL all-gather of {g:g} GPUs, {m:g} MiB each", "us", us, float(p), "fit",
+            metric="NCCL all-gather")
+        for (g, m, us), p in zip(published_v3.all_gathers(), predicted, strict=True)
+    ]  # fmt: skip
 
 
 def _figure_row(id: str, predicted: float, assumption: str = "", role: str | None = None) -> dict[str, Any]:

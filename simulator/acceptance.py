@@ -108,8 +108,8 @@ def mean_probability(draft_tokens: int, acceptance_length: float, spread: float)
     low, high = 0.5 - half + 1e-6, 0.5 + half - 1e-6
     if low >= high or excess(low) <= 0 or excess(high) >= 0:
         raise InputError(
-            f"acceptance spread {spread:g}: too wide for {acceptance_length:g} tokens a step of {draft_tokens} drafts; "
-            "give less"
+            f"--acceptance-spread {spread:g}: too wide for {acceptance_length:g} tokens a step of {draft_tokens} "
+            "drafts; give less"
         )
     return float(brentq(excess, low, high))
 

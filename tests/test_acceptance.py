@@ -70,7 +70,7 @@ def test_steps_lie_between_all_accepted_and_none(drafts, share, spread, tokens):
 
 
 def test_a_spread_that_cannot_be_is_refused_with_its_value():
-    with pytest.raises(InputError, match=r"acceptance spread 0\.4: too wide for 5\.9 tokens a step of 5 drafts"):
+    with pytest.raises(InputError, match=r"--acceptance-spread 0\.4: too wide for 5\.9 tokens a step of 5 drafts"):
         Acceptance(5, 5.9, Streams(0), 0.4)
 
 

@@ -91,9 +91,11 @@ def test_h200_holdout_stays_within_its_budget():
 
 
 def test_fits_use_fit_rows_alone():
-    fitted = {*published.FIT_ROWS, *published_v3.FIT_ROWS}
-    assert all(figures()[id].role == "fit" for id in fitted)
-    assert not fitted & {id for rows in CHECKS.values() for id in rows}
+    assert all(figures()[id].role == "fit" for id in (*published.FIT_ROWS, *published_v3.FIT_ROWS))
+    # F57 may be fitted to and is not: TP's all-reduces are not modelled.
+    checks = {id for rows in CHECKS.values() for id in rows}
+    assert {id for id in checks if figures()[id].role == "fit"} == {"F57"}
+    assert not checks & {*published.FIT_ROWS, *published_v3.FIT_ROWS}
     with pytest.raises(InputError, match="F06 is a check row"):
         fit_value("F06")
 
