@@ -143,6 +143,8 @@ class Instance:
                 self._lead_ms = self._seen_ms = 0.0
                 self._deliver(0)
                 plans = ranks.plan(now, now + 1)  # nothing runs: all that is here is seen
+            if ranks.host_loads:
+                self._load_from_host()
             if not plans and not batch.running:
                 yield from self._wait_for_work()
                 continue
@@ -207,6 +209,22 @@ class Instance:
             self.on_prefilled(seq, self)  # its KV stays held until `release`
         else:
             self.on_finished(seq, self)
+
+    def _load_from_host(self) -> None:
+        for seq in self.ranks.host_loads:
+            tier = self.ranks.queues[seq.rank].host
+            assert tier is not None
+            self.kv_loading += 1
+            self.env.after(tier.load_ns(seq.host_tokens - seq.computed_tokens, self.env.now), self._host_loaded, seq)
+        self.ranks.host_loads.clear()
+
+    def _host_loaded(self, seq: Sequence) -> None:
+        if self._wake is not None:
+            self._book_idle()  # while the load still counts
+        self.kv_loading -= 1
+        seq.ready_ns = self.env.now
+        self.ranks.add_loaded(seq)
+        self._stir(seq.rank, kv_loaded=False)
 
     def _wait_for_work(self) -> Generator[simpy.Event, Any, None]:
         self._idle_since = self.env.now

@@ -173,6 +173,9 @@ class _Run:
             coalesce=self.options.coalesce,
             frontend_token_ms=calibration.frontend_token_ms,
             frontend_turn_ms=calibration.frontend_turn_ms,
+            kv_offloading_tokens=plan.kv_offloading_tokens,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            host_gb_s=deployment.gpu_spec.host_gb_s,
         )
         if not one.cost.launch_quantiles:
             return [one] * pool.instances
