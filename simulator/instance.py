@@ -96,6 +96,7 @@ class Instance:
 
     def release(self, seq: Sequence) -> None:
         """A hand-over is done: the prompt's KV on this prefill instance may be evicted from now on."""
+        self._settle()
         if self.ranks.release(seq):
             self._stir(seq.rank, kv_loaded=False)
 
@@ -106,10 +107,18 @@ class Instance:
 
     def hold(self, rank: int, tokens: int) -> None:
         """Allocate KV for a hand-over that starts."""
+        self._settle()
         self._batch.hold(rank, tokens)
         self.kv_loading += 1
         if self._run and self._batch.room(rank, self._batch.step + self._run.steps) < 0:
             self._cut_run()
+
+    def take_over(self, seq: Sequence) -> None:
+        """A hand-over for which `hold` allocated has arrived."""
+        self._settle()
+        self.kv_loading -= 1
+        seq.ready_ns = self.env.now
+        self.submit(seq)
 
     def charge_host_ms(self, ms: float) -> None:
         """Work put on the worker's thread from outside; the next step waits for it."""
@@ -128,8 +137,7 @@ class Instance:
 
     def stop_measuring(self) -> None:
         """Book the idle time that is still under way."""
-        if self._wake is not None:
-            self._book_idle()
+        self._settle()
 
     # -- the process ---------------------------------------------------------------------------------------------
     def _live(self) -> Generator[simpy.Event, Any, None]:
@@ -219,8 +227,7 @@ class Instance:
         self.ranks.host_loads.clear()
 
     def _host_loaded(self, seq: Sequence) -> None:
-        if self._wake is not None:
-            self._book_idle()  # while the load still counts
+        self._settle()
         self.kv_loading -= 1
         seq.ready_ns = self.env.now
         self.ranks.add_loaded(seq)
@@ -255,6 +262,11 @@ class Instance:
             self._process.interrupt()
 
     # -- what a step did -----------------------------------------------------------------------------------------
+    def _settle(self) -> None:
+        """What it waits for is about to change: book the idle time up to now."""
+        if self._wake is not None:
+            self._book_idle()
+
     def _book_idle(self) -> None:
         cause = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
         self.time.book_idle(cause, self.env.now - self._idle_since)
