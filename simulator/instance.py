@@ -70,8 +70,10 @@ class Instance:
         self._own_worker = model.pool.gpus_per_instance > 1
         self._wake: simpy.Event | None = None
         self._extra_host_ms = 0.0
+        self._present: dict[Sequence, None] | None = None  # requests here, where it may be lost
+        self._down = False
         self.start_measuring()
-        self._process = env.process(self._live())
+        self._process = env.process(self._live(self.ranks))
 
     # -- what others do to it ------------------------------------------------------------------------------------
     def submit(self, seq: Sequence) -> None:
@@ -81,6 +83,8 @@ class Instance:
 
     def receive(self, seq: Sequence) -> None:
         """Take a request in at the front end, which queues it on its rank when it has had its turns."""
+        if self._present is not None:
+            self._present[seq] = None
         if self._frontend:
             self._turn((seq, TURNS))
         else:
@@ -88,6 +92,8 @@ class Instance:
 
     def _turn(self, waiting: tuple[Sequence, int]) -> None:
         seq, turns = waiting
+        if self._is_lost(seq):
+            return
         if turns and self._frontend:
             self.env.after(self._frontend.turn_done_ns(self.env.now), self._turn, (seq, turns - 1))
             return
@@ -129,20 +135,53 @@ class Instance:
         """Put the whole prompt of `request` into a rank's prefix cache, at no cost."""
         self.ranks.prime(rank, request)
 
+    def watch(self) -> None:
+        """Keep a list of the requests here from now on, for `lose`."""
+        if self._present is None:
+            self._present = {}
+
+    def lose(self) -> list[Sequence]:
+        """All that is here is gone, and nothing runs until `recover`. The requests, in order of arrival."""
+        self._settle()
+        assert self._present is not None
+        lost, self._present = list(self._present), {}
+        old, ranks = self.ranks, self.ranks
+        if self._wake is None:
+            self.time.book_idle("failed", self.env.now - self._step_since)
+        load, load_tokens = old.load, old.load_tokens
+        for r in range(self.pool.dep):
+            load[r] = load_tokens[r] = 0
+        self.ranks = ranks = Ranks(self.model, load, load_tokens)
+        ranks.preemptions, ranks.most_admitted = old.preemptions, old.most_admitted
+        self._batch, self._run, self._wake = ranks.batch, None, None
+        self._lead_ms = self._seen_ms = self._extra_host_ms = 0.0
+        self.kv_loading = 0
+        self._down, self._idle_since = True, self.env.now
+        return lost
+
+    def recover(self) -> None:
+        """It is up again, with nothing in it."""
+        self._book_idle()
+        self._down = False
+        self._process = self.env.process(self._live(self.ranks))
+
+    def _is_lost(self, seq: Sequence) -> bool:
+        return self._present is not None and seq not in self._present
+
     def start_measuring(self) -> None:
         """Forget what was booked so far (the warm-up)."""
         self.time = GpuTime(self.pool.gpus_per_instance)
         self.token_gaps = TokenGaps()
-        self._idle_since = self.env.now
+        self._idle_since = self._step_since = self.env.now
 
     def stop_measuring(self) -> None:
         """Book the idle time that is still under way."""
         self._settle()
 
     # -- the process ---------------------------------------------------------------------------------------------
-    def _live(self) -> Generator[simpy.Event, Any, None]:
-        env, ranks, batch = self.env, self.ranks, self._batch
-        while True:
+    def _live(self, ranks: Ranks) -> Generator[simpy.Event, Any, None]:
+        env, batch = self.env, ranks.batch
+        while ranks is self.ranks:  # else it was lost, and this process belongs to what it was
             if batch.step >= batch.roomy_until:
                 ranks.preempt_for_growth()
             now = env.now
@@ -156,6 +195,7 @@ class Instance:
             if not plans and not batch.running:
                 yield from self._wait_for_work()
                 continue
+            self._step_since = now
             run = self._next_run(plans)
             self._run = run if isinstance(run, StepRun) else None
             if self._frontend:
@@ -167,6 +207,8 @@ class Instance:
                     break
                 except simpy.Interrupt:  # the run is shorter by now
                     continue
+            if ranks is not self.ranks:
+                return
             self._run = None
             self._lead_ms, self._seen_ms = run.next_lead_ms, run.next_seen_ms
             self._book(plans, run)
@@ -212,6 +254,10 @@ class Instance:
                 self._hand_on(seq)
 
     def _hand_on(self, seq: Sequence) -> None:
+        if self._present is not None:
+            if seq not in self._present:
+                return
+            del self._present[seq]
         if self._prefills:
             seq.prefill_done_ns = self.env.now
             self.on_prefilled(seq, self)  # its KV stays held until `release`
@@ -227,6 +273,8 @@ class Instance:
         self.ranks.host_loads.clear()
 
     def _host_loaded(self, seq: Sequence) -> None:
+        if self._is_lost(seq):
+            return
         self._settle()
         self.kv_loading -= 1
         seq.ready_ns = self.env.now
@@ -264,11 +312,12 @@ class Instance:
     # -- what a step did -----------------------------------------------------------------------------------------
     def _settle(self) -> None:
         """What it waits for is about to change: book the idle time up to now."""
-        if self._wake is not None:
+        if self._wake is not None or self._down:
             self._book_idle()
 
     def _book_idle(self) -> None:
-        cause = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
+        waits = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
+        cause = "failed" if self._down else waits
         self.time.book_idle(cause, self.env.now - self._idle_since)
         self._idle_since = self.env.now
 
