@@ -49,6 +49,7 @@ class Pool(_Part):
 
     GPUs of an instance = dep x tp: attention is data-parallel over `dep` ranks, experts lie over all its GPUs.
     `enable_dbo`: dual-batch overlap, on DeepEP's all-to-all kernels.
+    `kv_offloading_gib`: host memory of each data-parallel rank that keeps the KV of computed prompts, 0 for none.
     `redundant_experts`: this pool's own number of replicas, where EPLB is on; None takes eplb.redundant_experts.
     """
 
@@ -63,6 +64,7 @@ class Pool(_Part):
     prefill_schedule_interval: int = Field(1, ge=1)
     gpu_memory_utilization: float = Field(0.92, gt=0, le=1)
     enable_prefix_caching: bool = True
+    kv_offloading_gib: float = Field(0.0, ge=0)
     max_cudagraph_capture_size: int = Field(512, ge=0)
     async_scheduling: bool = True
     redundant_experts: int | None = Field(None, ge=0)
@@ -248,6 +250,9 @@ def _check_pool(pool: Pool, deployment: Deployment) -> None:
         raise ValueError(f"{pool.role}.redundant_experts has no effect while eplb.enabled=false; enable or remove it")
     if pool.max_new_kv_loads_per_step is not None and pool.role != "decode":
         raise ValueError(f"{pool.role}.max_new_kv_loads_per_step has no effect; only decode pools load KV: remove it")
+    if pool.kv_offloading_gib and (pool.role == "decode" or not pool.enable_prefix_caching):
+        why = "prompts come with their KV" if pool.role == "decode" else "enable_prefix_caching=false"
+        raise ValueError(f"{pool.role}.kv_offloading_gib={pool.kv_offloading_gib:g} has no effect: {why}; set 0")
     if pool.prefill_schedule_interval > 1 and pool.dep == 1:
         raise ValueError(
             f"{pool.role}.prefill_schedule_interval={pool.prefill_schedule_interval} has no effect at dep=1; only "

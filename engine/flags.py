@@ -163,15 +163,22 @@ def speculation_flags(deployment: Deployment) -> Flags:
 
 
 def kv_transfer_flags(deployment: Deployment, pool: Pool, placement: Placement) -> Flags:
-    """Who hands KV over to whom; none for an aggregated pool."""
+    """Who hands KV over to whom, and the tier in host memory. --kv-offloading-size puts its own connector in the place
+    of NIXL's, so a prefill pool states both."""
+    size_gib = pool.kv_offloading_gib
     if not deployment.disaggregated:
-        return []
+        return ["--kv-offloading-size", f"{size_gib:g}", "--kv-offloading-backend", "native"] if size_gib else []
     config: dict[str, Any] = {
         "kv_connector": "NixlPushConnector" if deployment.kv_transfer.mode == "push" else "NixlConnector",
         "kv_role": "kv_producer" if pool.role == "prefill" else "kv_consumer",
     }
     if placement.device == "cpu":
         config |= {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"backends": ["UCX"]}}
+    if size_gib:
+        tier = {"cpu_bytes_to_use": int(size_gib * 2**30)}
+        host = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tier}
+        both = {"connectors": [config, host]}
+        config = {"kv_connector": "MultiConnector", "kv_role": config["kv_role"], "kv_connector_extra_config": both}
     return ["--kv-transfer-config", as_json(config)]
 
 

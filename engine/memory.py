@@ -21,8 +21,9 @@ ACTIVATION_COPIES = 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """One GPU of a pool, GiB. `kv_tokens`: tokens of KV that one data-parallel rank can hold. `routed_experts_gib`: of
-    layers in host memory, the buffers that `prefetch_step` of them are loaded to."""
+    """One GPU of a pool, GiB. `kv_tokens`: tokens of KV that one data-parallel rank can hold; `kv_offloading_tokens`:
+    those that its tier in host memory can. `routed_experts_gib`: of layers in host memory, the buffers that
+    `prefetch_step` of them are loaded to."""
 
     role: str
     gpus_per_instance: int
@@ -38,6 +39,7 @@ class MemoryPlan:
     state_gib: float
     kv_pool_gib: float
     kv_tokens: int
+    kv_offloading_tokens: int = 0
 
     def to_dict(self) -> dict:
         """The fields by name, GiB rounded to 4 digits."""
@@ -79,6 +81,7 @@ def _plan(model: ModelSpec, gpu: GpuSpec, deployment: Deployment, pool: Pool) ->
         state_gib=state,
         kv_pool_gib=kv,
         kv_tokens=max(0, int(kv * GIB / model.kv_bytes_per_token)),
+        kv_offloading_tokens=int(pool.kv_offloading_gib / pool.tp * GIB / model.kv_bytes_per_token),
     )
 
 

@@ -71,8 +71,10 @@ class Instance:
         self._wake: simpy.Event | None = None
         self._extra_host_ms = self._after_ms = 0.0
         self._under_way: OneStep | StepRun | None = None
+        self._present: dict[Sequence, None] | None = None  # requests here, where it may be lost
+        self._down = False
         self.start_measuring()
-        self._process = env.process(self._live())
+        self._process = env.process(self._live(self.ranks))
 
     # -- what others do to it ------------------------------------------------------------------------------------
     def submit(self, seq: Sequence) -> None:
@@ -82,6 +84,8 @@ class Instance:
 
     def receive(self, seq: Sequence) -> None:
         """Take a request in at the front end, which queues it on its rank when it has had its turns."""
+        if self._present is not None:
+            self._present[seq] = None
         if self._frontend:
             self._turn((seq, TURNS))
         else:
@@ -89,6 +93,8 @@ class Instance:
 
     def _turn(self, waiting: tuple[Sequence, int]) -> None:
         seq, turns = waiting
+        if self._is_lost(seq):
+            return
         if turns and self._frontend:
             self.env.after(self._frontend.turn_done_ns(self.env.now), self._turn, (seq, turns - 1))
             return
@@ -97,6 +103,7 @@ class Instance:
 
     def release(self, seq: Sequence) -> None:
         """A hand-over is done: the prompt's KV on this prefill instance may be evicted from now on."""
+        self._settle()
         if self.ranks.release(seq):
             self._stir(seq.rank, kv_loaded=False)
 
@@ -107,10 +114,18 @@ class Instance:
 
     def hold(self, rank: int, tokens: int) -> None:
         """Allocate KV for a hand-over that starts."""
+        self._settle()
         self._batch.hold(rank, tokens)
         self.kv_loading += 1
         if self._run and self._batch.room(rank, self._batch.step + self._run.steps) < 0:
             self._cut_run()
+
+    def take_over(self, seq: Sequence) -> None:
+        """A hand-over for which `hold` allocated has arrived."""
+        self._settle()
+        self.kv_loading -= 1
+        seq.ready_ns = self.env.now
+        self.submit(seq)
 
     def charge_host_ms(self, ms: float) -> None:
         """Work put on the worker's thread from outside: it follows the next launch, and the step behind that may have
@@ -128,21 +143,53 @@ class Instance:
         """Put the whole prompt of `request` into a rank's prefix cache, at no cost."""
         self.ranks.prime(rank, request)
 
+    def watch(self) -> None:
+        """Keep a list of the requests here from now on, for `lose`."""
+        if self._present is None:
+            self._present = {}
+
+    def lose(self) -> list[Sequence]:
+        """All that is here is gone, and nothing runs until `recover`. The requests, in order of arrival."""
+        self._settle()
+        assert self._present is not None
+        lost, self._present = list(self._present), {}
+        old, ranks = self.ranks, self.ranks
+        if self._wake is None:
+            self.time.book_idle("failed", self.env.now - self._step_since)
+        load, load_tokens = old.load, old.load_tokens
+        for r in range(self.pool.dep):
+            load[r] = load_tokens[r] = 0
+        self.ranks = ranks = Ranks(self.model, load, load_tokens)
+        ranks.preemptions, ranks.most_admitted = old.preemptions, old.most_admitted
+        self._batch, self._run, self._wake = ranks.batch, None, None
+        self._lead_ms = self._seen_ms = self._extra_host_ms = self._after_ms = 0.0
+        self._under_way, self.kv_loading = None, 0
+        self._down, self._idle_since = True, self.env.now
+        return lost
+
+    def recover(self) -> None:
+        """It is up again, with nothing in it."""
+        self._book_idle()
+        self._down = False
+        self._process = self.env.process(self._live(self.ranks))
+
+    def _is_lost(self, seq: Sequence) -> bool:
+        return self._present is not None and seq not in self._present
+
     def start_measuring(self) -> None:
         """Forget what was booked so far (the warm-up)."""
         self.time = GpuTime(self.pool.gpus_per_instance)
         self.token_gaps = TokenGaps()
-        self._idle_since = self.env.now
+        self._idle_since = self._step_since = self.env.now
 
     def stop_measuring(self) -> None:
         """Book the idle time that is still under way."""
-        if self._wake is not None:
-            self._book_idle()
+        self._settle()
 
     # -- the process ---------------------------------------------------------------------------------------------
-    def _live(self) -> Generator[simpy.Event, Any, None]:
-        env, ranks, batch = self.env, self.ranks, self._batch
-        while True:
+    def _live(self, ranks: Ranks) -> Generator[simpy.Event, Any, None]:
+        env, batch = self.env, ranks.batch
+        while ranks is self.ranks:  # else it was lost, and this process belongs to what it was
             if batch.step >= batch.roomy_until:
                 ranks.preempt_for_growth()
             now = env.now
@@ -151,9 +198,12 @@ class Instance:
                 self._lead_ms = self._seen_ms = 0.0
                 self._deliver(0)
                 plans = ranks.plan(now, now + 1)  # nothing runs: all that is here is seen
+            if ranks.host_loads:
+                self._load_from_host()
             if not plans and not batch.running:
                 yield from self._wait_for_work()
                 continue
+            self._step_since = now
             run = self._next_run(plans)
             self._under_way = run
             self._run = run if isinstance(run, StepRun) else None
@@ -166,6 +216,8 @@ class Instance:
                     break
                 except simpy.Interrupt:  # the run is shorter by now
                     continue
+            if ranks is not self.ranks:
+                return
             self._run = None
             self._lead_ms, self._seen_ms = run.next_lead_ms, run.next_seen_ms
             if self._lead_ms < 0:
@@ -220,11 +272,32 @@ class Instance:
                 self._hand_on(seq)
 
     def _hand_on(self, seq: Sequence) -> None:
+        if self._present is not None:
+            if seq not in self._present:
+                return
+            del self._present[seq]
         if self._prefills:
             seq.prefill_done_ns = self.env.now
             self.on_prefilled(seq, self)  # its KV stays held until `release`
         else:
             self.on_finished(seq, self)
+
+    def _load_from_host(self) -> None:
+        for seq in self.ranks.host_loads:
+            tier = self.ranks.queues[seq.rank].host
+            assert tier is not None
+            self.kv_loading += 1
+            self.env.after(tier.load_ns(seq.host_tokens - seq.computed_tokens, self.env.now), self._host_loaded, seq)
+        self.ranks.host_loads.clear()
+
+    def _host_loaded(self, seq: Sequence) -> None:
+        if self._is_lost(seq):
+            return
+        self._settle()
+        self.kv_loading -= 1
+        seq.ready_ns = self.env.now
+        self.ranks.add_loaded(seq)
+        self._stir(seq.rank, kv_loaded=False)
 
     def _wait_for_work(self) -> Generator[simpy.Event, Any, None]:
         self._idle_since = self.env.now
@@ -256,8 +329,14 @@ class Instance:
             self._process.interrupt()
 
     # -- what a step did -----------------------------------------------------------------------------------------
+    def _settle(self) -> None:
+        """What it waits for is about to change: book the idle time up to now."""
+        if self._wake is not None or self._down:
+            self._book_idle()
+
     def _book_idle(self) -> None:
-        cause = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
+        waits = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
+        cause = "failed" if self._down else waits
         self.time.book_idle(cause, self.env.now - self._idle_since)
         self._idle_since = self.env.now
 

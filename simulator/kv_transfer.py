@@ -99,6 +99,4 @@ class KvTransfers:
     def _arrive(self, hand_over: tuple[Sequence, Instance, Sequence, Instance]) -> None:
         seq, source, target, instance = hand_over
         source.release(seq)
-        instance.kv_loading -= 1
-        target.ready_ns = self.env.now
-        instance.submit(target)
+        instance.take_over(target)

@@ -118,8 +118,8 @@ def _interactivity(tpot_ms: np.ndarray) -> dict[str, float]:
 
 def gpu_time_share(result: SimResult) -> dict[str, float]:
     """Share of all GPU time by cause; adds up to 1."""
-    total = {c: sum(p.gpu_ns[c] for p in result.pools) for c in CAUSES}
-    return _shares(total)
+    causes = dict.fromkeys([*CAUSES, *(c for p in result.pools for c in p.gpu_ns)])
+    return _shares({c: sum(p.gpu_ns.get(c, 0.0) for p in result.pools) for c in causes})
 
 
 def _shares(ns: dict[str, float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ MOST_COALESCED_STEPS = 256
 class Ranks:
     """`batch`: the running requests; `load`, `load_tokens` (ranks,): requests on each rank and their tokens, for the
     router. `outputs`: what the last step made, first tokens and ends (True). `blocked`: by rank, what held its requests
-    back in the last plan.
+    back in the last plan. `host_loads`: requests whose load from host memory is to begin.
     """
 
     def __init__(
@@ -22,7 +22,8 @@ class Ranks:
     ) -> None:
         self.model, self.pool = model, model.pool
         self.load, self.load_tokens = load, load_tokens
-        self.queues = [Rank(model.make_cache()) for _ in range(model.pool.dep)]
+        self.queues = [Rank(model.make_cache(), model.make_host_tier()) for _ in range(model.pool.dep)]
+        self.host_loads: list[Sequence] = []
         self.batch = DecodeBatch(self.queues, model.kv_tokens, model.acceptance)
         self.outputs: list[tuple[Sequence, bool]] = []
         self.blocked: dict[int, str] = {}
@@ -38,6 +39,11 @@ class Ranks:
         """Queue a request on its rank."""
         queue = self.queues[seq.rank]
         (queue.loaded if seq.kv_loaded else queue.waiting).append(seq)
+        self._busy.add(seq.rank)
+
+    def add_loaded(self, seq: Sequence) -> None:
+        """What host memory had of a request's prompt is in KV: it is first in line."""
+        self.queues[seq.rank].waiting.appendleft(seq)
         self._busy.add(seq.rank)
 
     def release(self, seq: Sequence) -> bool:
@@ -98,6 +104,8 @@ class Ranks:
                 room = self._room_to_admit(r, chunks) if rank.waiting else 0.0
                 given = Given(now_ns, visible_before_ns, room, self._width, self.model.replay_tokens, defers)
                 plan = plan_rank(rank, self.pool, chunks, given)
+                if rank.from_host:
+                    self._hold_host_loads(r)
             if plan.blocked_by:
                 blocked[r] = plan.blocked_by
             if plan.chunks or plan.loads:
@@ -122,6 +130,16 @@ class Ranks:
         if cache.tokens > room:
             cache.evict_to(int(room))
         return room
+
+    def _hold_host_loads(self, r: int) -> None:
+        """KV for what is loaded from host memory, from the start of the load on."""
+        rank, batch = self.queues[r], self.batch
+        batch.hold(r, sum([seq.host_tokens - seq.shared_tokens for seq in rank.from_host]))
+        rank.cache.evict_to(int(batch.room(r, batch.step)))
+        self.host_loads += rank.from_host
+        rank.from_host.clear()
+        if rank.only_decodes:
+            self._busy.discard(r)
 
     def _admit(self, r: int, plan: RankPlan) -> None:
         batch, rank = self.batch, self.queues[r]
@@ -181,7 +199,7 @@ class Ranks:
             batch.held[r] -= seq.computed_tokens
             batch.leave(r)
         batch.held[r] += rank.cache.end(seq.request, 0)
-        seq.computed_tokens, seq.kv_loaded = 0, False
+        seq.computed_tokens, seq.kv_loaded, seq.host_tokens, seq.shared_tokens = 0, False, 0, 0
         seq.preemptions += 1
         self.preemptions += 1
         rank.waiting.appendleft(seq)
@@ -211,6 +229,8 @@ class Ranks:
         r, batch = seq.rank, self.batch
         rank = self.queues[r]
         rank.partial.remove(seq)
+        if rank.host:
+            rank.host.store(seq.request, seq.request.input_tokens)
         if rank.only_decodes:
             self._busy.discard(r)
         if self.pool.role == "prefill":

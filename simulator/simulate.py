@@ -17,6 +17,7 @@ from rackplan.simulator.acceptance import USUAL, Acceptance, Drafting
 from rackplan.simulator.block_cache import BlockCache
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import Calibration
+from rackplan.simulator.faults import Failure, Faults, check_failures
 from rackplan.simulator.frontend import TURNS
 from rackplan.simulator.garbage import rare_collections
 from rackplan.simulator.instance import Instance, TokenGaps
@@ -42,7 +43,8 @@ COLUMNS = 8
 class RunOptions:
     """How to run. Arrivals stop after `duration_s`; what ends before `warmup_s` is not measured; `coalesce=False` takes
     every step by itself (for tests: the results are the same). `drain`: run on until every request has ended.
-    `drafting`: how the requests' text suits the draft."""
+    `drafting`: how the requests' text suits the draft. `failures`: instances that are lost for a while; `resubmit`:
+    their requests without a token are sent again."""
 
     duration_s: float = 600.0
     warmup_s: float = 0.0
@@ -50,6 +52,8 @@ class RunOptions:
     drain: bool = True
     coalesce: bool = True
     drafting: Drafting = USUAL
+    failures: tuple[Failure, ...] = ()
+    resubmit: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +72,7 @@ class PoolRun:
 class SimResult:
     """One run. Arrays are (finished requests,) in order of their ends; times are integer ns.
 
-    `submitted` = len(finish_ns) + `rejected` + `unfinished`: every arrival has one outcome.
+    `submitted` = len(finish_ns) + `rejected` + `failed` + `unfinished`: every arrival has one outcome.
     """
 
     deployment: Deployment
@@ -88,6 +92,7 @@ class SimResult:
     measured_from_ns: int
     measured_to_ns: int
     drained: bool
+    failed: int = 0
     transfers: int = 0
     transfer_wait_ns: int = 0
     transfer_ns: int = 0
@@ -120,7 +125,7 @@ class _Run:
         self.frontend_ns = round(max(0.0, calibration.frontend_ms - turns_ms) * NS_PER_MS)
         self._all_done = self.env.event()
         self._no_more = False
-        self.submitted = self.rejected = self.in_flight = 0
+        self.submitted = self.rejected = self.failed = self.in_flight = 0
         self.ended = array("q")  # a row of COLUMNS each
         self.limit_tokens = min([deployment.context_limit, *(m.kv_tokens for m in memory)])
         drafts = deployment.speculation.draft_tokens
@@ -133,6 +138,17 @@ class _Run:
         flat = [m for group in models for m in group]
         entry = [m for m in flat if m.pool.role != "decode"]
         self.entry = PoolOfInstances(self.env, entry, router, self._prefilled, self._finished)
+        self.faults: Faults | None = None
+        if options.failures:
+            check_failures(options.failures, deployment)
+            self.faults = Faults(
+                self.env,
+                self.entry,
+                options.failures,
+                resubmit=options.resubmit,
+                send=self._send,
+                on_failed=self._failed,
+            )
         self.transfers: KvTransfers | None = None
         self.pools = [self.entry]
         if deployment.disaggregated:
@@ -176,6 +192,9 @@ class _Run:
             coalesce=self.options.coalesce,
             frontend_token_ms=calibration.frontend_token_ms,
             frontend_turn_ms=calibration.frontend_turn_ms,
+            kv_offloading_tokens=plan.kv_offloading_tokens,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            host_gb_s=deployment.gpu_spec.host_gb_s,
         )
         if not one.cost.launch_quantiles:
             return [one] * pool.instances
@@ -221,6 +240,15 @@ class _Run:
         if request.input_tokens + request.output_tokens > self.limit_tokens:
             self.rejected += 1
             self._leave(request)
+            return
+        self._send(request)
+
+    def _failed(self, request: Request) -> None:
+        self.failed += 1
+        self._leave(request)
+
+    def _send(self, request: Request) -> None:
+        if self.faults is not None and self.faults.holds(request):
             return
         instance, rank, load_tokens = self.entry.choose(request)
         instance.receive(Sequence(request, rank, self.env.now, request.input_tokens, load_tokens))
@@ -286,7 +314,8 @@ class _Run:
             pools=self._pool_runs(),
             submitted=self.submitted,
             rejected=self.rejected,
-            unfinished=self.submitted - len(columns[0]) - self.rejected,
+            unfinished=self.submitted - len(columns[0]) - self.rejected - self.failed,
+            failed=self.failed,
             measured_from_ns=warmup_ns,
             measured_to_ns=int(self.env.now),
             drained=self.options.drain,
@@ -299,8 +328,9 @@ class _Run:
         runs = []
         for pool in self.deployment.pools:
             mine = [i for i in self._instances() if i.pool is pool]
-            gpu_ns = {c: sum(i.time.ns[c] for i in mine) for c in mine[0].time.ns}
-            idle = sum(gpu_ns[c] for c in ("idle", "transfer_wait", "kv_full"))
+            causes = dict.fromkeys(c for i in mine for c in i.time.ns)
+            gpu_ns = {c: sum(i.time.ns.get(c, 0.0) for i in mine) for c in causes}
+            idle = sum(gpu_ns.get(c, 0.0) for c in ("idle", "transfer_wait", "kv_full", "failed"))
             total = sum(gpu_ns.values())
             runs.append(
                 PoolRun(

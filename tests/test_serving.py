@@ -71,6 +71,7 @@ CHANGED = {
     "redundant_experts": 0,
     "enable_dbo": True,
     "offload.group_size": 8,
+    "kv_offloading_gib": 500,
     "offload.num_in_group": 2,
     "offload.prefetch_step": 2,
     "model": "deepseek-v4.1-flash",
@@ -108,7 +109,8 @@ def leaves(part: BaseModel, prefix: str = "") -> list[str]:
 
 def changed(field: str, to: Any, *, pool: bool) -> Deployment:
     data = json.loads(json.dumps(BASE))
-    holder = data["pools"][1] if pool else data
+    entry = field == "kv_offloading_gib"  # a prefill pool's
+    holder = data["pools"][0 if entry else 1] if pool else data
     if field == "eplb.enabled":
         data["eplb"] = {}
     *path, last = field.split(".")

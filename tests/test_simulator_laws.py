@@ -66,14 +66,16 @@ def deployments(draw):
     top["router"] = {"policy": draw(st.sampled_from(get_args(RouterPolicy)))}
     if top["router"]["policy"] == "session_affinity":
         top["router"]["affinity_timeout_s"] = draw(st.sampled_from([None, 0.5]))
+    tier_gib = draw(st.sampled_from([0, 0.05, 1.0]))
     if draw(st.booleans()):
-        deployment = aggregated(**common, instances=draw(st.integers(1, 2)), **ranks_of(ranks))
+        instances = draw(st.integers(1, 2))
+        deployment = aggregated(**common, kv_offloading_gib=tier_gib, instances=instances, **ranks_of(ranks))
         deployment = parse_deployment({**deployment.to_dict(), **top})
         role = "aggregated"
     else:
         cap = draw(st.sampled_from([None, 1, 4]))
         deployment = disaggregated(
-            prefill={**common, "instances": 2, **ranks_of(ranks)},
+            prefill={**common, "instances": 2, "kv_offloading_gib": tier_gib, **ranks_of(ranks)},
             decode={**common, **ranks_of(ranks), "max_new_kv_loads_per_step": cap},
             kv_transfer={"mode": draw(st.sampled_from(["push", "pull"]))},
             **top,
