@@ -6,13 +6,10 @@ falls in. Coalesced and step-by-step runs are the same, request by request.
 """
 
 from array import array
-from collections.abc import Callable, Generator
-from typing import Any
-
-import simpy
+from collections.abc import Callable
 
 from rackplan.simulator.accounting import GpuTime
-from rackplan.simulator.clock import Clock
+from rackplan.simulator.clock import Clock, Process, Sleeps
 from rackplan.simulator.frontend import TURNS, FrontEnd
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.ranks import Ranks
@@ -68,10 +65,10 @@ class Instance:
         self._seen_ms = 0.0  # how long before the step's end the scheduler looks at its queue
         self._sync_ms = model.cost.dp_sync_ms()
         self._own_worker = model.pool.gpus_per_instance > 1
-        self._wake: simpy.Event | None = None
+        self._is_idle = False
         self._extra_host_ms = 0.0
         self.start_measuring()
-        self._process = env.process(self._live())
+        self._process = Process(env, self._live())
 
     # -- what others do to it ------------------------------------------------------------------------------------
     def submit(self, seq: Sequence) -> None:
@@ -128,11 +125,11 @@ class Instance:
 
     def stop_measuring(self) -> None:
         """Book the idle time that is still under way."""
-        if self._wake is not None:
+        if self._is_idle:
             self._book_idle()
 
     # -- the process ---------------------------------------------------------------------------------------------
-    def _live(self) -> Generator[simpy.Event, Any, None]:
+    def _live(self) -> Sleeps:
         env, ranks, batch = self.env, self.ranks, self._batch
         while True:
             if batch.step >= batch.roomy_until:
@@ -151,12 +148,8 @@ class Instance:
             if self._frontend:
                 self._frontend.passing(run, batch.running)
             self._deliver(run.delivery_ns)  # may start hand-overs, which take KV from this run
-            while True:
-                try:
-                    yield env.timeout(run.end_ns - env.now)
-                    break
-                except simpy.Interrupt:  # the run is shorter by now
-                    continue
+            while (left_ns := run.end_ns - env.now) > 0:
+                yield left_ns  # interrupted where the run is shorter by now
             self._run = None
             self._lead_ms, self._seen_ms = run.next_lead_ms, run.next_seen_ms
             self._book(plans, run)
@@ -208,19 +201,18 @@ class Instance:
         else:
             self.on_finished(seq, self)
 
-    def _wait_for_work(self) -> Generator[simpy.Event, Any, None]:
+    def _wait_for_work(self) -> Sleeps:
         self._idle_since = self.env.now
         self.ranks.begin_wave()
-        self._wake = self.env.event()
-        yield self._wake
-        self._wake = None
+        self._is_idle = True
+        yield None
+        self._is_idle = False
         self._book_idle()
 
     def _stir(self, rank: int, kv_loaded: bool) -> None:
         """Something came to `rank`: wake up, or end the run of steps at the first boundary at which it can be seen."""
-        if self._wake is not None:
-            if not self._wake.triggered:
-                self._wake.succeed()
+        if self._is_idle:
+            self._process.wake()
             return
         run = self._run
         if run and not self.ranks.is_blocked(rank, kv_loaded) and run.end_before_next_begin(self.env.now):
@@ -233,7 +225,7 @@ class Instance:
 
     def _notice(self) -> None:
         """Have the process see that its run is shorter; while it is still handing on the last step's, it will."""
-        if self.env.active_process is not self._process:
+        if not self._process.is_active:
             self._process.interrupt()
 
     # -- what a step did -----------------------------------------------------------------------------------------
