@@ -6,13 +6,10 @@ falls in. Coalesced and step-by-step runs are the same, request by request.
 """
 
 from array import array
-from collections.abc import Callable, Generator
-from typing import Any
-
-import simpy
+from collections.abc import Callable
 
 from rackplan.simulator.accounting import GpuTime
-from rackplan.simulator.clock import Clock
+from rackplan.simulator.clock import Clock, Process, Sleeps
 from rackplan.simulator.frontend import TURNS, FrontEnd
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.ranks import Ranks
@@ -68,13 +65,13 @@ class Instance:
         self._seen_ms = 0.0  # how long before the step's end the scheduler looks at its queue
         self._sync_ms = model.cost.dp_sync_ms()
         self._own_worker = model.pool.gpus_per_instance > 1
-        self._wake: simpy.Event | None = None
+        self._is_idle = False
         self._extra_host_ms = self._after_ms = 0.0
         self._under_way: OneStep | StepRun | None = None
         self._present: dict[Sequence, None] | None = None  # requests here, where it may be lost
         self._down = False
         self.start_measuring()
-        self._process = env.process(self._live(self.ranks))
+        self._process = Process(env, self._live(self.ranks))
 
     # -- what others do to it ------------------------------------------------------------------------------------
     def submit(self, seq: Sequence) -> None:
@@ -154,14 +151,14 @@ class Instance:
         assert self._present is not None
         lost, self._present = list(self._present), {}
         old, ranks = self.ranks, self.ranks
-        if self._wake is None:
+        if not self._is_idle:
             self.time.book_idle("failed", self.env.now - self._step_since)
         load, load_tokens = old.load, old.load_tokens
         for r in range(self.pool.dep):
             load[r] = load_tokens[r] = 0
         self.ranks = ranks = Ranks(self.model, load, load_tokens)
         ranks.preemptions, ranks.most_admitted = old.preemptions, old.most_admitted
-        self._batch, self._run, self._wake = ranks.batch, None, None
+        self._batch, self._run, self._is_idle = ranks.batch, None, False
         self._lead_ms = self._seen_ms = self._extra_host_ms = self._after_ms = 0.0
         self._under_way, self.kv_loading = None, 0
         self._down, self._idle_since = True, self.env.now
@@ -171,7 +168,7 @@ class Instance:
         """It is up again, with nothing in it."""
         self._book_idle()
         self._down = False
-        self._process = self.env.process(self._live(self.ranks))
+        self._process = Process(self.env, self._live(self.ranks))
 
     def _is_lost(self, seq: Sequence) -> bool:
         return self._present is not None and seq not in self._present
@@ -187,7 +184,7 @@ class Instance:
         self._settle()
 
     # -- the process ---------------------------------------------------------------------------------------------
-    def _live(self, ranks: Ranks) -> Generator[simpy.Event, Any, None]:
+    def _live(self, ranks: Ranks) -> Sleeps:
         env, batch = self.env, ranks.batch
         while ranks is self.ranks:  # else it was lost, and this process belongs to what it was
             if batch.step >= batch.roomy_until:
@@ -210,12 +207,8 @@ class Instance:
             if self._frontend:
                 self._frontend.passing(run, batch.running)
             self._deliver(run.delivery_ns)  # may start hand-overs, which take KV from this run
-            while True:
-                try:
-                    yield env.timeout(run.end_ns - env.now)
-                    break
-                except simpy.Interrupt:  # the run is shorter by now
-                    continue
+            while (left_ns := run.end_ns - env.now) > 0:
+                yield left_ns  # interrupted where the run is shorter by now
             if ranks is not self.ranks:
                 return
             self._run = None
@@ -299,20 +292,19 @@ class Instance:
         self.ranks.add_loaded(seq)
         self._stir(seq.rank, kv_loaded=False)
 
-    def _wait_for_work(self) -> Generator[simpy.Event, Any, None]:
+    def _wait_for_work(self) -> Sleeps:
         self._idle_since = self.env.now
         self._under_way, self._extra_host_ms, self._after_ms = None, 0.0, 0.0
         self.ranks.begin_wave()
-        self._wake = self.env.event()
-        yield self._wake
-        self._wake = None
+        self._is_idle = True
+        yield None
+        self._is_idle = False
         self._book_idle()
 
     def _stir(self, rank: int, kv_loaded: bool) -> None:
         """Something came to `rank`: wake up, or end the run of steps at the first boundary at which it can be seen."""
-        if self._wake is not None:
-            if not self._wake.triggered:
-                self._wake.succeed()
+        if self._is_idle:
+            self._process.wake()
             return
         run = self._run
         if run and not self.ranks.is_blocked(rank, kv_loaded) and run.end_before_next_begin(self.env.now):
@@ -325,13 +317,13 @@ class Instance:
 
     def _notice(self) -> None:
         """Have the process see that its run is shorter; while it is still handing on the last step's, it will."""
-        if self.env.active_process is not self._process:
+        if not self._process.is_active:
             self._process.interrupt()
 
     # -- what a step did -----------------------------------------------------------------------------------------
     def _settle(self) -> None:
         """What it waits for is about to change: book the idle time up to now."""
-        if self._wake is not None or self._down:
+        if self._is_idle or self._down:
             self._book_idle()
 
     def _book_idle(self) -> None:

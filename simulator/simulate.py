@@ -5,17 +5,14 @@ arrival -> front end -> router -> aggregated instance -> end.
 """
 
 from array import array
-from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import simpy
 
 from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memory
 from rackplan.simulator.acceptance import USUAL, Acceptance, Drafting
 from rackplan.simulator.block_cache import BlockCache
-from rackplan.simulator.clock import Clock
+from rackplan.simulator.clock import Clock, Process, Sleeps
 from rackplan.simulator.cost import Calibration
 from rackplan.simulator.faults import Failure, Faults, check_failures
 from rackplan.simulator.frontend import TURNS
@@ -205,7 +202,7 @@ class _Run:
     def run(self) -> SimResult:
         env, options = self.env, self.options
         self._prime()
-        env.process(self._arrive())
+        Process(env, self._arrive())
         warmup_ns = round(options.warmup_s * NS_PER_S)
         if warmup_ns:
             env.run(until=warmup_ns)
@@ -225,11 +222,11 @@ class _Run:
         for i, (session, tokens) in enumerate(self.source.primed()):
             self.entry.prime(i, Request(-1, 0, tokens, 0, session=session))
 
-    def _arrive(self) -> Generator[simpy.Event, Any, None]:
+    def _arrive(self) -> Sleeps:
         for request in self.source.arrivals():
             wait = request.arrival_ns + self.frontend_ns - self.env.now
             if wait > 0:
-                yield self.env.timeout(wait)
+                yield wait
             self._submit(request)
         self._no_more = True
         self._check_done()
