@@ -286,7 +286,9 @@ def build() -> CalibrationFile:
 
 
 if __name__ == "__main__":
-    file = build()
+    from rackplan.calibration.h200_served import with_served_errors
+
+    file = with_served_errors(build())
     file.save(DATA / f"{file.name}.json")
     for metric, error in file.errors.items():
         print(f"{metric}: {error.model_dump()}")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, requests
 
-from rackplan.calibration import campaign, h200, replay
+from rackplan.calibration import campaign, h200, h200_served, replay
 from rackplan.calibration.against import validate_against
 from rackplan.calibration.experts import experts_touched
 from rackplan.calibration.library import load_calibration
@@ -70,6 +70,15 @@ def test_validation_says_which_served_runs_a_fit_used(served_rows):
     used = tuple(f"serve_{run}_" for run in runs)
     assert {id for id in fitted if not id.startswith(used)} == set()
     assert sum(r["role"] == "check" for r in served_rows) == 5 * 13
+
+
+def test_served_errors_sum_up_the_replays_and_no_fit_row_counts_as_held_out(served_rows):
+    errors = load_calibration("h200-v2-lite").file.errors
+    for key, metrics in h200_served.SERVED_ERRORS.items():
+        check = [abs(r["error_pct"]) for r in served_rows if r["role"] == "check" and r["metric"] in metrics]
+        assert errors[key].holdout_median_pct == pytest.approx(np.median(check), abs=0.02)
+        assert errors[key].holdout_p90_pct == pytest.approx(np.percentile(check, 90), abs=0.02)
+        assert errors[key].worst_pct >= max(check) - 0.02
 
 
 WITHIN_PCT = {"output throughput": 7, "mean TPOT": 10, "median TPOT": 10, "median TTFT": 20, "P90 TTFT": 20}
