@@ -81,9 +81,9 @@ def test_served_errors_sum_up_the_replays_and_no_fit_row_counts_as_held_out(serv
         assert errors[key].worst_pct >= max(check) - 0.02
 
 
-WITHIN_PCT = {"output throughput": 7, "mean TPOT": 10, "median TPOT": 10, "median TTFT": 20, "P90 TTFT": 20}
-KNOWN_MISSES_PCT = {"dep1_pilot": 25, "skew_r12": 32, "skew_eplb_r12": 32}
-"""docs/validation.md says why: a burst that the front end queues, and launches of another day."""
+WITHIN_PCT = {"output throughput": 3, "mean TPOT": 5, "median TPOT": 5.5, "median TTFT": 10, "P90 TTFT": 15}
+KNOWN_MISSES_PCT = {"dep1_load1": 9, "pd_deploy_canary": 14, "skew_r12": 32, "skew_eplb_r12": 32}
+"""docs/validation.md says why: launches of another half minute, and of another day."""
 
 
 def test_served_runs_that_no_fit_saw_come_out_as_measured(served_rows):
