@@ -1,20 +1,17 @@
 """Fit and check errors of a calibration, row by row: what it was fitted to, and what it was not shown."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rackplan.calibration import campaign, h200, h200_v3, published, published_v3, replay
+from rackplan.calibration import h200, h200_served, h200_v3, published, published_v3, replay
 from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
 from rackplan.calibration.compared import by_metric, row, summary
 from rackplan.calibration.figures import Predictor, figures, fit_value
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import list_calibrations, load_calibration
 from rackplan.calibration.published import ALL_FIXES, EPLB_REDUNDANT, Setting, gain_pct, terms_ms
-from rackplan.calibration.readers.bench_serve import read_bench_serve
-from rackplan.calibration.serving import replay_served
-from rackplan.engine import Deployment, InputError
+from rackplan.engine import InputError
 from rackplan.simulator.step import step_wall_ms
 
 _K = 1024
@@ -144,50 +141,7 @@ def _v2_lite_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     rows = [
         row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)
     ]
-    return rows + _served_rows(calibration) + _logged_rows(calibration) + _campaign_rows(calibration)
-
-
-def _served_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
-    """Replays of the first served runs. They are fit rows: launch floors, front end and decode steps came from them."""
-    return [
-        row
-        for rate, path in h200.SERVED_RUNS.items()
-        for row in _replay_rows(rate, path, h200.served_deployment(), calibration, "fit")
-    ]
-
-
-def _logged_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
-    """Replays of the profile folder's served runs: one is a fit row, of launches, host and front end."""
-    rows = []
-    for run in h200.profile_runs().values():
-        role = "fit" if run.name == h200.LOGGED_RUN else "check"
-        rows += _replay_rows(run.name, run.path, run.deployment, calibration, role)
-    return [row for row in rows if row["what"].endswith(CAMPAIGN_METRICS)]
-
-
-def _campaign_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
-    """Replays of the campaign's served runs: fit rows are two that launches and hand-over came from, all else checks.
-    Runs of 90 to 240 requests: of the tails only P90 TTFT is shown."""
-    rows = []
-    for run in campaign.served_runs():
-        role = "fit" if run.fitted else "check"
-        found = _replay_rows(run.name, run.path, run.deployment, calibration, role)
-        rows += [row for row in found if row["what"].endswith(CAMPAIGN_METRICS)]
-    return rows
-
-
-CAMPAIGN_METRICS = ("output throughput", "mean TPOT", "median TPOT", "median TTFT", "P90 TTFT")
-
-
-def _replay_rows(
-    name: str, path: Path, deployment: Deployment, calibration: FittedCalibration, role: str
-) -> list[dict[str, Any]]:
-    rows = []
-    for m in replay_served(read_bench_serve(path), deployment, calibration):
-        what = f"served run {name}, arrivals as recorded: {m.name}"
-        id = f"serve_{name}_{m.name.replace(' ', '_').lower()}"
-        rows.append(row(id, what, m.unit, m.measured, m.predicted, role, metric=m.name))
-    return rows
+    return rows + h200_served.served_rows(calibration)
 
 
 def _v3_slice_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
