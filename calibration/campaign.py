@@ -13,9 +13,11 @@ import numpy as np
 
 from rackplan.calibration.file import Transfer
 from rackplan.calibration.readers.bench_serve import read_bench_serve
+from rackplan.calibration.records import ServedRun
 from rackplan.calibration.served import Launches, stalls
 from rackplan.engine import Deployment, model_spec, parse_deployment
 from rackplan.engine.deployment import Eplb
+from rackplan.simulator.kv_transfer import steps_waited
 
 CAMPAIGN = Path(__file__).parent / "data" / "h200_dsv2lite" / "campaign"
 MODEL, GPU = "deepseek-v2-lite", "h200"
@@ -25,8 +27,8 @@ LAUNCH_RUN, TRANSFER_RUN = "dep_r8", "pd_r6"
 rate, so that the checks lie on both sides."""
 KV_BLOCK_TOKENS = 16
 STEPS_TO_SEE = 2.5
-"""Engine steps from the arrival of a prompt's KV to its first token under async scheduling, as it is simulated: half a
-step until the host begins one, that step's wait for the GPU, and the step itself."""
+"""Engine steps from when the scheduler may plan a request to its first token under async scheduling, as it is
+simulated: half a step until the host begins one, that step's wait for the GPU, and the step itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,28 +114,36 @@ def lone_prompt_ms() -> float:
     return float((done - arrived)[others.sum(axis=1) == 1].mean())
 
 
-def transfer() -> Transfer:
-    """KV hand-over over NIXL (pull) from TRANSFER_RUN.
+def transfer(token_ms: float) -> Transfer:
+    """KV hand-over over NIXL (pull) from TRANSFER_RUN. `token_ms`: the front end's work on a token of a delivery.
 
     Descriptors: the post's time over the blocks of a prompt. Rate: bytes over what a transfer takes beyond its post,
     less the half step after which its end is noticed. Set-up: what is left between the prefill server's answer and the
-    first token, less the steps until then; so it holds the decode server's front end and the post.
+    first token, less the steps until then and the delivery; so it holds the decode server's front end and the post.
     """
     nixl = {r["run"]: r for r in csv.DictReader((CAMPAIGN / NIXL_FILE).open())}[TRANSFER_RUN]
     prefilled, first = _proxy_times("prefill_done_ms", "first_token_ms")
     handed_ms = float((first - prefilled).mean())
     run = read_bench_serve(CAMPAIGN / f"bench_serve_{TRANSFER_RUN}.json.gz")
     step_ms = float(np.mean([np.diff(t).mean() for t in run.token_s])) * 1e3
+    steps = steps_waited(pulls=True, async_scheduling=True) + STEPS_TO_SEE
     run_bytes = float(nixl["mean_mb"]) * 1e6
     blocks = run_bytes / model_spec(MODEL).kv_bytes_per_token / KV_BLOCK_TOKENS
     post_ms = float(nixl["mean_post_ms"])
     wire_ms = float(nixl["mean_transfer_ms"]) - post_ms - step_ms / 2
     return Transfer(
-        setup_ms=handed_ms - wire_ms - STEPS_TO_SEE * step_ms,
+        setup_ms=handed_ms - wire_ms - steps * step_ms - token_ms * running_at_first(run),
         per_block_ms=post_ms / blocks,
         gb_per_s=run_bytes / wire_ms / 1e6,
         block_tokens=KV_BLOCK_TOKENS,
+        counts_steps=True,
     )
+
+
+def running_at_first(run: ServedRun) -> float:
+    """Requests whose tokens come with a first token, itself counted, on the mean."""
+    first, last = (np.array([t[i] for t in run.token_s]) for i in (0, -1))
+    return float(np.mean([((first <= t) & (last > t)).sum() for t in first]))
 
 
 def _proxy_times(*columns: str) -> list[np.ndarray]:

@@ -33,6 +33,7 @@ class Transfer(_Part):
     per_block_ms: float = Field(ge=0, le=MOST_MS)
     gb_per_s: float = Field(gt=0)
     block_tokens: int = Field(ge=1)
+    counts_steps: bool = False
 
 
 class MeasuredRange(_Part):

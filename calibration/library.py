@@ -1,6 +1,7 @@
 """Calibrations by name: the embedded files, or a file of one's own."""
 
 import os
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,19 @@ from rackplan.engine import InputError
 DATA = "rackplan.calibration"
 
 
-def _embedded() -> dict[str, str]:
-    """Texts of the embedded files by name, sorted."""
+@cache
+def _embedded() -> dict[str, CalibrationFile]:
+    """The embedded files by name, sorted."""
     folder = files(DATA) / "data"
-    found = {f.name.removesuffix(".json"): f.read_text() for f in folder.iterdir() if f.name.endswith(".json")}
-    return dict(sorted(found.items()))
+    texts = {f.name.removesuffix(".json"): f.read_text() for f in folder.iterdir() if f.name.endswith(".json")}
+    return {name: parse_calibration(text, name) for name, text in sorted(texts.items())}
 
 
 def calibration_file(name_or_path: str) -> CalibrationFile:
     """The embedded calibration of that name, or the JSON file at that path. Raises InputError if there is neither."""
     embedded = _embedded()
     if name_or_path in embedded:
-        return parse_calibration(embedded[name_or_path], name_or_path)
+        return embedded[name_or_path]
     path = Path(name_or_path)
     if os.path.isfile(path):  # False too where a name is too long for the file system
         try:
@@ -39,7 +41,7 @@ def load_calibration(name_or_path: str) -> FittedCalibration:
 
 def default_calibration(model: str, gpu: str) -> str:
     """The name of the embedded calibration of `model` on `gpu`. Raises InputError that tells what there is."""
-    known = [parse_calibration(text, name) for name, text in _embedded().items()]
+    known = _embedded().values()
     for file in known:
         if (file.model, file.gpu) == (model, gpu):
             return file.name
@@ -49,7 +51,6 @@ def default_calibration(model: str, gpu: str) -> str:
 
 def list_calibrations() -> list[dict[str, Any]]:
     """One row per embedded calibration: name, model, gpu, engine_version, date, rows, errors by metric."""
-    known = [parse_calibration(text, name) for name, text in _embedded().items()]
     return [
         {
             "name": f.name,
@@ -60,7 +61,7 @@ def list_calibrations() -> list[dict[str, Any]]:
             "rows": len(f.rows),
             "errors": {metric: error.model_dump() for metric, error in f.errors.items()},
         }
-        for f in known
+        for f in _embedded().values()
     ]
 
 

@@ -43,6 +43,16 @@ _RUNS = (
         ("frontend_token_ms", "frontend_turn_ms"),
     ),
     MissingRun(
+        "bursts of 64 and of 256 requests at once on one rank, step log on, client on the same machine",
+        "how a front end takes in many requests was seen by pairs that met, which says less of hundreds",
+        ("frontend_turn_ms",),
+    ),
+    MissingRun(
+        "exact batches of two chunks or more a rank (four of 2,048 tokens, and with one half cached)",
+        "what a chunk beside others costs was seen in served steps alone, where launches hide it",
+        ("prefill_chunk_ms",),
+    ),
+    MissingRun(
         "an aggregated load of one rank, prompts past the captured sizes, 60 of them or more beside decodes",
         "launches of eager steps, what tokens add, and their spread, decide TTFT where the host is slow",
         ("eager_floor_ms", "eager_token_launch_ms", "launch_quantiles"),

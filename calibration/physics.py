@@ -12,7 +12,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rackplan.calibration.dual_batch import overlapped
 from rackplan.calibration.experts import experts_touched, replicas_touched
+from rackplan.calibration.weight_offload import weight_wait_ms
 from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
 from rackplan.simulator.cost import FloatArray, SharedTime
 
@@ -64,6 +66,8 @@ class Coefficients(BaseModel):
     decode_request_ms: float = Field(0.0, ge=0)
     decode_query_ms: float = Field(0.0, ge=0)
     kv_read_efficiency: float = Field(gt=0, le=MOST_EFFICIENCY)
+    # of the context's time what each draft adds again: 0 where it is the read, 1 where arithmetic of many heads binds
+    context_query_share: float = Field(0.0, ge=0, le=1)
     prefill_pair_ms: float = Field(ge=0)
     prefill_context_ms: float = Field(0.0, ge=0)
     prefill_chunk_ms: float = Field(0.0, ge=0)
@@ -115,7 +119,8 @@ class PhysicalCost:
         model: ModelSpec | None = None,
         gpu: GpuSpec | None = None,
     ) -> None:
-        self.c = coefficients
+        # Dual-batch overlap runs on all-to-all kernels alone.
+        self.c = coefficients.model_copy(update={"all_to_all": True}) if pool.enable_dbo else coefficients
         self.launch_quantiles = coefficients.launch_quantiles
         self.launch_correlation = coefficients.launch_correlation
         self._wave_tokens = coefficients.prefill_wave_tokens
@@ -131,6 +136,7 @@ class PhysicalCost:
             m.layers * m.non_expert_read_bytes_per_layer_step / pool.tp / (hbm_bytes_ms * c.dense_read_efficiency)
         )
         self._context_ms = m.decode_kv_read_bytes_per_context_token / pool.tp / (hbm_bytes_ms * c.kv_read_efficiency)
+        self._context_ms *= 1 + self.drafts * c.context_query_share
         queries_ms = (1 + self.drafts) * c.decode_query_ms / pool.tp
         self._request_ms = (
             c.decode_request_ms
@@ -144,7 +150,7 @@ class PhysicalCost:
         self._redundant_experts = deployment.redundant_experts(pool)
         self._record_ms = c.eplb_record_ms if deployment.eplb.enabled and self.width > 1 else 0.0
         self.draft_balancedness: Callable[[float], float] | None = None
-        self._shared = lru_cache(maxsize=65536)(self._shared_time)
+        self._shared = lru_cache(maxsize=65536)(overlapped(self._shared_time) if pool.enable_dbo else self._shared_time)
         late = sum(1.0 / i for i in range(1, pool.dep + 1)) - 1.0  # expected extra of the latest of dep ranks
         self._host_fixed_ms = c.host_step_ms + c.host_jitter_ms * late
 
@@ -202,19 +208,17 @@ class PhysicalCost:
         return SharedTime(*target, draft_ms, wait_ms)
 
     def _weight_wait_ms(self, layers_ms: float) -> float:
-        """Waiting for experts that lie in host memory, over the step.
-
-        Of each group of layers `num_in_group` load theirs over the host link, each no sooner than `prefetch_step`
-        layers ahead; a layer computes for its share of `layers_ms`, to which attention is not counted: the wait is an
-        upper bound where attention is long."""
-        m, offload = self.model, self.pool.offload
-        layer_ms = layers_ms / m.layers
-        held = m.routed_experts * m.bytes_per_routed_expert / self.width
-        load_ms = held / (self.gpu.host_gb_s * 1e6)
-        loaded = min(offload.num_in_group, offload.group_size)
-        late_ms = loaded * max(0.0, load_ms - offload.prefetch_step * layer_ms)
-        link_ms = loaded * load_ms - offload.group_size * layer_ms  # the link is never idle, and still too slow
-        return m.moe_layers / offload.group_size * max(late_ms, link_ms)
+        """Waiting for experts that lie in host memory, over the step. A layer computes for its share of `layers_ms`, to
+        which attention is not counted: the wait is an upper bound where attention is long."""
+        m = self.model
+        load_ms = m.routed_experts * m.bytes_per_routed_expert / self.width / (self.gpu.host_gb_s * 1e6)
+        return weight_wait_ms(
+            self.pool.offload,
+            layers=m.layers,
+            dense_layers=m.dense_layers,
+            layer_ms=layers_ms / m.layers,
+            load_ms=load_ms,
+        )
 
     def _dense_ms(self, tokens: int, prefill_share: float) -> float:
         c = self.c

@@ -1,7 +1,9 @@
 """What a step log and the client of one run tell together, where both ran on one machine and so share a clock: the host
 work that async scheduling does not hide, and the front end. One aggregated rank whose worker shares its process."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 from scipy.stats import theilslopes
@@ -12,7 +14,7 @@ from rackplan.simulator.frontend import TURNS
 LEAST_STEPS = 20
 MOST_REQUEST_MS = 40.0
 """No front end that is not overloaded takes longer to hand a request to the engine."""
-REQUEST_STEP_MS = 0.5
+COARSE_MS, FINE_MS = 1.0, 0.5
 
 
 def host_terms(log: StepLog, captured_tokens: int) -> dict[str, float]:
@@ -34,7 +36,7 @@ def host_terms(log: StepLog, captured_tokens: int) -> dict[str, float]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
     """`total_ms`: from client to engine and back, idle; `token_ms`: work on a token of a delivery; `turn_ms`: of each
-    of a request's TURNS, which wait for deliveries."""
+    of a request's TURNS, which wait for deliveries and for one another."""
 
     total_ms: float
     token_ms: float
@@ -45,8 +47,8 @@ def front_of(run: ServedRun, log: StepLog) -> Front | None:
     """The front end of one run; None where client and log do not tell of the same requests and tokens by one clock.
 
     A delivery's last token reaches the client later the more there are: the slope is `token_ms`. What a prompt's first
-    token takes beyond that is the way back. The way in is that which, with TURNS waits for deliveries, puts requests
-    best between the begin of the step before their first and that of their first.
+    token takes beyond that is the way back. The way in, and how much of it is work that other requests wait for,
+    are those which put requests best between the begin of the step before their first and that of their first.
     """
     steps = log.steps
     output_s = np.array([s.t_s + (s.schedule_ms + s.execute_ms) / 1e3 for s in steps])
@@ -69,8 +71,8 @@ def front_of(run: ServedRun, log: StepLog) -> Front | None:
     back_ms = float(np.median((first_s - output_s[at]) * 1e3 - token_ms * made[at]))
     begin_s = np.array([s.t_s for s in steps])
     bounds_s = np.append(-np.inf, begin_s)[begun], begin_s[begun]
-    in_ms = _way_in_ms(run.start_s, output_s, made * token_ms / 1e3, bounds_s)
-    return Front(total_ms=in_ms + max(0.0, back_ms), token_ms=token_ms, turn_ms=in_ms / TURNS)
+    in_ms, work_ms = _way_in_ms(run.start_s, output_s, made * token_ms / 1e3, bounds_s)
+    return Front(total_ms=in_ms + max(0.0, back_ms), token_ms=token_ms, turn_ms=work_ms / TURNS)
 
 
 def _quiet(steps: tuple[Step, ...]) -> np.ndarray:
@@ -82,13 +84,37 @@ def _quiet(steps: tuple[Step, ...]) -> np.ndarray:
 
 def _way_in_ms(
     start_s: np.ndarray, output_s: np.ndarray, work_s: np.ndarray, bounds_s: tuple[np.ndarray, np.ndarray]
-) -> float:
-    def miss_s(way_ms: float) -> float:
-        seen_s = start_s
-        for _ in range(TURNS):
-            i = np.searchsorted(output_s, seen_s, side="right") - 1
-            busy_s = np.where(i >= 0, output_s[i] + work_s[i], -np.inf)
-            seen_s = np.maximum(seen_s, busy_s) + way_ms / TURNS / 1e3
+) -> tuple[float, float]:
+    """(way from client to engine, work on a request within it), ms."""
+    starts, outputs, idle_at = np.sort(start_s).tolist(), output_s.tolist(), (output_s + work_s).tolist()
+
+    def miss_s(way: tuple[float, float]) -> float:
+        seen_s = np.sort(_seen_s(starts, outputs, idle_at, (way[0] - way[1]) / 1e3, way[1] / TURNS / 1e3))
         return float(np.mean(np.maximum(seen_s - bounds_s[1], 0.0) + np.maximum(bounds_s[0] - seen_s, 0.0)))
 
-    return min(np.arange(0.0, MOST_REQUEST_MS, REQUEST_STEP_MS).tolist(), key=miss_s)
+    ways = np.arange(0.0, MOST_REQUEST_MS, COARSE_MS).tolist()
+    # Without work nobody waits: the way that is best then bounds the work.
+    most_ms = min(((way, way) for way in ways), key=miss_s)[0] + 4 * COARSE_MS
+    found = min(((way, work) for way in ways if way <= most_ms for work in ways if work <= way), key=miss_s)
+    near = np.arange(-COARSE_MS, COARSE_MS + FINE_MS, FINE_MS).tolist()
+    finer = [(found[0] + i, found[1] + j) for i in near for j in near]
+    return min((way for way in finer if way[0] >= way[1] >= 0), key=miss_s)
+
+
+def _seen_s(
+    starts: list[float], outputs: list[float], idle_at: list[float], on_the_way_s: float, turn_s: float
+) -> list[float]:
+    """When the engine sees each request: TURNS turns of one server, which a delivery at `outputs` holds up until
+    `idle_at`; turns first come, first served."""
+    ready = [(start + on_the_way_s, i, 0) for i, start in enumerate(starts)]
+    seen, free, order = [], -np.inf, len(ready)
+    while ready:
+        at, _, turns = heappop(ready)
+        i = bisect_right(outputs, at) - 1
+        free = max(at, free, idle_at[i] if i >= 0 else at) + turn_s
+        if turns + 1 == TURNS:
+            seen.append(free)
+        else:
+            heappush(ready, (free, order, turns + 1))
+            order += 1
+    return seen

@@ -1,20 +1,17 @@
 """Fit and check errors of a calibration, row by row: what it was fitted to, and what it was not shown."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rackplan.calibration import campaign, h200, h200_v3, published, published_v3, replay
-from rackplan.calibration.batch import Batch, deployment_of
+from rackplan.calibration import h200, h200_served, h200_v3, published, published_v3, replay
+from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
 from rackplan.calibration.compared import by_metric, row, summary
 from rackplan.calibration.figures import Predictor, figures, fit_value
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import list_calibrations, load_calibration
 from rackplan.calibration.published import ALL_FIXES, EPLB_REDUNDANT, Setting, gain_pct, terms_ms
-from rackplan.calibration.readers.bench_serve import read_bench_serve
-from rackplan.calibration.serving import replay_served
-from rackplan.engine import Deployment, InputError
+from rackplan.engine import InputError
 from rackplan.simulator.step import step_wall_ms
 
 _K = 1024
@@ -27,6 +24,7 @@ STEP_ASSUMPTION = (
     "16 requests a rank (as F21), 5 drafts, 207,394 tokens of context, 3.51 tokens a step; a rank admits a 218.9K "
     "prompt in 5.2 % of steps, and the step waits if any rank does"
 )
+SINGLE_USER = "5 drafts, 3.51 tokens a step, 207,394 tokens of context; TP's all-reduces are not modelled"
 V3_H200_PREFILL_TOK_S = 7020
 """FP8, EP16, 2K prompts, per GPU: public results of the same authors as F66."""
 
@@ -62,6 +60,15 @@ def _target_share_pct(calibration: FittedCalibration, terms: tuple[str, ...]) ->
     return 100 * sum(found[t] for t in terms) / (sum(found.values()) - found["draft"])
 
 
+def _single_user_tok_s(calibration: FittedCalibration) -> float:
+    """Tokens a second of one request alone on four GPUs of one tensor-parallel rank."""
+    deployment, pool = deployment_of(published.MODEL, "gb300", dep=4, drafts=DRAFTS)
+    cost = calibration.cost_on(deployment, pool.model_copy(update={"dep": 1, "tp": 4}))
+    gpu_ms = sum(gpu_terms_ms(cost, Batch(decodes=1, context_tokens=AGENTX_CONTEXT), dep=1, drafts=DRAFTS).values())
+    wall_ms = step_wall_ms(gpu_ms, 0.0, cost.host_ms(1), 0.0, 0.0, async_scheduling=True)
+    return deployment.model_spec.acceptance_length(DRAFTS) / wall_ms * 1e3
+
+
 def _gb200_over_h200(calibration: FittedCalibration) -> float:
     """Output tokens per GPU of 4 x DEP2 + DEP8 over those of 16 + 32 H200, each bound by its slower pool."""
     gb200 = min(8 * published_v3.prefill_tok_s(calibration), 8 * published_v3.decode_tok_s(calibration)) / 16
@@ -88,9 +95,11 @@ CHECKS: dict[str, dict[str, Predictor]] = {
         "F39": Predictor(_gpu_saved_ms, STEP_ASSUMPTION),
         "F42": Predictor(lambda c: _decode_step_ms(c, 32, "ring"), STEP_ASSUMPTION),
         "F43": Predictor(lambda c: _decode_step_ms(c, 32, "recursive_doubling"), STEP_ASSUMPTION),
+        "F56": Predictor(_single_user_tok_s, f"{SINGLE_USER}, on the standard decode path"),
+        "F57": Predictor(_single_user_tok_s, SINGLE_USER),
         **replay.PUBLISHED,
     },
-    "gb200-v3": {"F61": Predictor(_gb200_over_h200, "published as 3 to 5; H200 at F66 and 7,020 tok/s/GPU")},
+    "gb200-v3": {"F61": Predictor(_gb200_over_h200, "H200 at F66 and 7,020 tok/s/GPU")},
 }
 """Check rows by calibration; those of replay.py are simulated, the others closed forms."""
 
@@ -120,7 +129,7 @@ def validate(name: str) -> dict[str, Any]:
     of_profiles = {"h200-v2-lite": _v2_lite_rows, h200_v3.NAME: _v3_slice_rows}
     rows = of_profiles.get(calibration.name, _fit_rows)(calibration)
     checks = CHECKS.get(calibration.name, {})
-    rows += [_figure_row(id, p.predict(calibration), p.assumption) for id, p in sorted(checks.items())]
+    rows += [_figure_row(id, p.predict(calibration), p.assumption, "check") for id, p in sorted(checks.items())]
     return {"name": name, "rows": rows, "by_metric": by_metric(rows), "summary": summary(rows)}
 
 
@@ -132,50 +141,7 @@ def _v2_lite_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     rows = [
         row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)
     ]
-    return rows + _served_rows(calibration) + _logged_rows(calibration) + _campaign_rows(calibration)
-
-
-def _served_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
-    """Replays of the first served runs. They are fit rows: launch floors, front end and decode steps came from them."""
-    return [
-        row
-        for rate, path in h200.SERVED_RUNS.items()
-        for row in _replay_rows(rate, path, h200.served_deployment(), calibration, "fit")
-    ]
-
-
-def _logged_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
-    """Replays of the profile folder's served runs: one is a fit row, of launches, host and front end."""
-    rows = []
-    for run in h200.profile_runs().values():
-        role = "fit" if run.name == h200.LOGGED_RUN else "check"
-        rows += _replay_rows(run.name, run.path, run.deployment, calibration, role)
-    return [row for row in rows if row["what"].endswith(CAMPAIGN_METRICS)]
-
-
-def _campaign_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
-    """Replays of the campaign's served runs: fit rows are two that launches and hand-over came from, all else checks.
-    Runs of 90 to 240 requests: of the tails only P90 TTFT is shown."""
-    rows = []
-    for run in campaign.served_runs():
-        role = "fit" if run.fitted else "check"
-        found = _replay_rows(run.name, run.path, run.deployment, calibration, role)
-        rows += [row for row in found if row["what"].endswith(CAMPAIGN_METRICS)]
-    return rows
-
-
-CAMPAIGN_METRICS = ("output throughput", "mean TPOT", "median TPOT", "median TTFT", "P90 TTFT")
-
-
-def _replay_rows(
-    name: str, path: Path, deployment: Deployment, calibration: FittedCalibration, role: str
-) -> list[dict[str, Any]]:
-    rows = []
-    for m in replay_served(read_bench_serve(path), deployment, calibration):
-        what = f"served run {name}, arrivals as recorded: {m.name}"
-        id = f"serve_{name}_{m.name.replace(' ', '_').lower()}"
-        rows.append(row(id, what, m.unit, m.measured, m.predicted, role, metric=m.name))
-    return rows
+    return rows + h200_served.served_rows(calibration)
 
 
 def _v3_slice_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
@@ -194,12 +160,27 @@ def _v3_slice_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
 
 
 def _fit_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
-    predictors = published.FIT_ROWS if calibration.file.model == published.MODEL else published_v3.FIT_ROWS
-    return [_figure_row(id, predict(calibration)) for id, predict in predictors.items()]
+    of_v3 = calibration.file.model == published_v3.MODEL
+    predictors = published_v3.FIT_ROWS if of_v3 else published.FIT_ROWS
+    rows = [_figure_row(id, predict(calibration)) for id, predict in predictors.items()]
+    return rows + (_all_gather_rows(calibration) if of_v3 else [])
 
 
-def _figure_row(id: str, predicted: float, assumption: str = "") -> dict[str, Any]:
+def _all_gather_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+    predicted = published_v3.all_gather_us(calibration.coefficients.model_dump())
+    return [
+        row(f"all_gather_{g:g}x{m:g}MiB", f"NCCL all-gather of {g:g} GPUs, {m:g} MiB each", "us", us, float(p), "fit",
+            metric="NCCL all-gather")
+        for (g, m, us), p in zip(published_v3.all_gathers(), predicted, strict=True)
+    ]  # fmt: skip
+
+
+def _figure_row(id: str, predicted: float, assumption: str = "", role: str | None = None) -> dict[str, Any]:
+    """A figure that is a range says so: its error is against the middle."""
     figure = figures()[id]
-    what = f"{figure.what} ({assumption})" if assumption else figure.what
-    found = row(id, what, figure.unit, figure.value, predicted, figure.role, metric=figure.unit)
+    figure = figures()[id]
+    stated = [f"{figure.text} was stated"] if " to " in figure.text else []
+    notes = "; ".join([*stated, *([assumption] if assumption else [])])
+    what = f"{figure.what} ({notes})" if notes else figure.what
+    found = row(id, what, figure.unit, figure.value, predicted, role or figure.role, metric=figure.unit)
     return found | {"error_pct": figure.error_pct(predicted)}

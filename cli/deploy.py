@@ -142,6 +142,8 @@ def deploy(
             value = "" if given[option] is True else f" {given[option]}"
             raise InputError(f"{option}{value}: has no effect with --target {target}; leave it out")
     base = options.load_base(plan)
+    if base.unmet:
+        _say(f"Warning: {plan} does not meet what it was asked for: {base.unmet}")
     if target != "local":
         cluster = {k: given[k] for k in CLUSTER_ONLY}
         _write(target, base.deployment, out, force, model, engine, log_dir, hosts, port, cluster)

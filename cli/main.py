@@ -4,10 +4,12 @@ Exit codes: 0 done, 2 bad input, 3 no plan or no memory meets this, 4 the engine
 slow to import is imported inside the commands, so that `--help` answers at once.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,6 +17,9 @@ from rackplan.cli import options, output, params
 from rackplan.cli.calibration import calibration_app
 from rackplan.cli.deploy import add_commands
 from rackplan.engine import GPUS, MODELS, DeployError, InfeasibleError, InputError, load_deployment
+
+if TYPE_CHECKING:
+    from rackplan.simulator.acceptance import Drafting
 
 BAD_INPUT, INFEASIBLE, NOT_DEPLOYED, INTERRUPTED = 2, 3, 4, 130
 
@@ -43,6 +48,8 @@ def plan(
     seed: params.Seed = 0,
     trials: params.Trials = 60,
     calibration: params.Calibration = None,
+    thinking: params.Thinking = None,
+    acceptance_spread: params.AcceptanceSpread = None,
     out: params.Out = Path("out"),
     json: params.Json = False,
 ) -> None:
@@ -68,6 +75,7 @@ def plan(
         seed=seed,
         trials=trials,
         calibration=calibration,
+        drafting=_drafting(thinking, acceptance_spread),
     )
     output.check_folder(out)
     with output.progress_on_stderr() as progress:
@@ -93,6 +101,8 @@ def simulate(
     replications: params.Replications = 1,
     seed: params.Seed = 0,
     run: params.RunSettings = (),  # type: ignore[assignment]
+    thinking: params.Thinking = None,
+    acceptance_spread: params.AcceptanceSpread = None,
     json: params.Json = False,
 ) -> None:
     """Predict what a given deployment does under a given load."""
@@ -101,6 +111,8 @@ def simulate(
         raise InputError(f"--cv {cv:g}: has no effect without --rate; add --rate or leave it out")
     given = load_deployment(deployment)
     pairs = [options.parse_set(text, "--run") for text in run]
+    drafting = _drafting(thinking, acceptance_spread)
+    drafting.check_effect(given.speculation.draft_tokens)
     from rackplan.cli import screen
     from rackplan.tuner.evaluate import simulate_document
     from rackplan.tuner.run_settings import expert_run
@@ -117,6 +129,7 @@ def simulate(
         replications=replications,
         seed=seed,
         run=expert_run(values_of(pairs, "--run"), given, "--run "),
+        drafting=drafting,
     )
     if json:
         output.print_json(document)
@@ -135,6 +148,8 @@ def whatif(
     calibration: params.Calibration = None,
     replications: params.Replications = 1,
     seed: params.Seed = 0,
+    thinking: params.Thinking = None,
+    acceptance_spread: params.AcceptanceSpread = None,
     json: params.Json = False,
 ) -> None:
     """Compare a plan with changes to it on the same arrivals: what moves, and why."""
@@ -155,6 +170,7 @@ def whatif(
         calibration=base.calibration if calibration is None else calibration,
         replications=replications,
         seed=seed,
+        drafting=_drafting(thinking, acceptance_spread, base),
     )
     if json:
         output.print_json(document)
@@ -163,6 +179,19 @@ def whatif(
 
 
 add_commands(app)
+
+
+def _drafting(thinking: str | None, spread: float | None, base: options.Base | None = None) -> "Drafting":
+    """What was given, else what `base` states, else the usual."""
+    if thinking is not None:
+        options.one_of("--thinking", thinking, ("on", "off"))
+    from rackplan.simulator.acceptance import Drafting
+
+    stated = (base.thinking, base.acceptance_spread) if base else (None, None)
+    return Drafting(
+        thinking=stated[0] is not False if thinking is None else thinking == "on",
+        acceptance_spread=(stated[1] or 0.0) if spread is None else spread,
+    )
 
 
 def _one_load(concurrency: int | None, rate: float | None) -> None:
@@ -211,9 +240,14 @@ def _fail(message: str, code: int) -> int:
 
 def run() -> None:
     """The `rackplan` command."""
-    sys.exit(execute(app, "rackplan", sys.argv[1:]))
+    _exit(execute(app, "rackplan", sys.argv[1:]))
 
 
 def run_plan() -> None:
     """The `plan` command: the same as `rackplan plan`."""
-    sys.exit(execute(plan_app, "plan", sys.argv[1:]))
+    _exit(execute(plan_app, "plan", sys.argv[1:]))
+
+
+def _exit(code: int) -> None:
+    gc.freeze()  # all memory goes back with the process: Python need not look for circles in it first
+    sys.exit(code)

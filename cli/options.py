@@ -23,13 +23,17 @@ MOST_DURATION_S = 30 * 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What a what-if starts from. A plan file states all of it, a deployment's YAML only the deployment."""
+    """What a what-if or a deploy starts from. A plan file states all of it, a deployment's YAML only the deployment.
+    `unmet`: why the plan misses its request; None where it meets it."""
 
     deployment: Deployment
     workload: str | None = None
     concurrency: int | None = None
     rate_req_s: float | None = None
     calibration: str | None = None
+    unmet: str | None = None
+    thinking: bool | None = None
+    acceptance_spread: float | None = None
 
 
 def parse_tps(text: str | float, option: str = "--target-tps") -> float:
@@ -135,6 +139,9 @@ def load_base(path: Path) -> Base:
         concurrency=None if concurrency is None else parse_int(f"{path}: load.concurrency", 1)(concurrency),
         rate_req_s=None if rate is None else parse_above_zero(f"{path}: load.rate_req_s", "12.5")(rate),
         calibration=_stated(path, plan, "provenance.calibration", str),
+        unmet=None if plan.get("feasible") else _stated(path, plan, "reason", str),
+        thinking=_stated(path, plan, "inputs.thinking", bool),
+        acceptance_spread=_stated(path, plan, "inputs.acceptance_spread"),
     )
 
 
@@ -148,7 +155,7 @@ def _stated(path: Path, plan: dict[str, Any], key: str, of: type | tuple[type, .
             break
         value = value.get(part)
     else:
-        if value is None or (isinstance(value, of) and not isinstance(value, bool)):
+        if value is None or (isinstance(value, of) and (of is bool or not isinstance(value, bool))):
             return value
     raise InputError(f"{path}: {key}={str(value)[:40]!r}: not what `rackplan plan` writes there; write the plan anew")
 

@@ -75,6 +75,15 @@ Replications = Annotated[
     int, _whole("--replications", 1, "N", "Independent runs behind the 95 % intervals; one takes batch means.", 1000)
 ]
 Seed = Annotated[int, _whole("--seed", 0, "N", "The same seed gives the same answer to the byte.")]
+Thinking = Annotated[
+    str | None, typer.Option("--thinking", metavar="on|off", help="Which measured acceptance of drafts. Default: on.")
+]
+AcceptanceSpread = Annotated[
+    float | None,
+    _above_zero(
+        "--acceptance-spread", "0.05", "SD", "Of a draft's acceptance probability, over requests. Default: 0.", 0.4
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
 
 CalibrationName = Annotated[str, typer.Argument(metavar="NAME", help="As `rackplan calibration list` prints it.")]

@@ -256,6 +256,7 @@ def _prediction(prediction: Document, title: str, console: Console) -> None:
     for key, name, form in (
         ("ttft_ms", "TTFT", time_ms),
         ("tpot_ms", "TPOT", time_ms),
+        ("itl_ms", "ITL", time_ms),
         ("interactivity_tok_s_user", "Interactivity, tok/s/user", number),
     ):
         bounds = ci95.get(key) or {}
@@ -327,7 +328,8 @@ def _runners_up(rows: Sequence[Document], count: str, console: Console) -> None:
 
 def _provenance(provenance: Document, console: Console) -> None:
     errors = provenance.get("calibration_error") or {}
-    phases = {k: e for k, e in errors.items() if k in ("prefill", "decode")}  # the others are their parts
+    # Of step times the others are parts; served_* are of whole runs.
+    phases = {k: e for k, e in errors.items() if k in ("prefill", "decode") or k.startswith("served_")}
     error = wording.flat(phases or errors)
     console.print(f"Calibration {provenance['calibration']}" + (f"; its error: {error}" if error else ""))
     if provenance.get("in_range") is False:

@@ -14,7 +14,9 @@ from rackplan.engine.specs import GPUS, GpuSpec, ModelSpec, gpu_spec, model_spec
 
 Role = Literal["prefill", "decode", "aggregated"]
 SyncAlgorithm = Literal["recursive_doubling", "ring", "nccl"]
-RouterPolicy = Literal["round_robin", "least_requests", "least_tokens", "prefix_affinity"]
+RouterPolicy = Literal[
+    "round_robin", "random", "least_requests", "least_tokens", "prefix_affinity", "session_affinity"
+]
 
 MOST_GPUS = 16_384
 """More than the largest deployments have: beyond it a number is a slip, and no simulation would end."""
@@ -29,7 +31,8 @@ class _Part(BaseModel):
 
 
 class WeightOffload(_Part):
-    """vLLM's --offload-*: of every `group_size` layers, `num_in_group` keep their routed experts in host memory."""
+    """vLLM's --offload-*: of every `group_size` layers, the last `num_in_group` keep their routed experts in host
+    memory. Each is loaded from the end of the one `prefetch_step` offloaded layers before it on."""
 
     group_size: int = Field(0, ge=0)
     num_in_group: int = Field(1, ge=1)
@@ -45,6 +48,8 @@ class Pool(_Part):
     """Instances of one role. Caps are per data-parallel rank, as in vLLM.
 
     GPUs of an instance = dep x tp: attention is data-parallel over `dep` ranks, experts lie over all its GPUs.
+    `enable_dbo`: dual-batch overlap, on DeepEP's all-to-all kernels.
+    `kv_offloading_gib`: host memory of each data-parallel rank that keeps the KV of computed prompts, 0 for none.
     `redundant_experts`: this pool's own number of replicas, where EPLB is on; None takes eplb.redundant_experts.
     """
 
@@ -59,9 +64,11 @@ class Pool(_Part):
     prefill_schedule_interval: int = Field(1, ge=1)
     gpu_memory_utilization: float = Field(0.92, gt=0, le=1)
     enable_prefix_caching: bool = True
+    kv_offloading_gib: float = Field(0.0, ge=0)
     max_cudagraph_capture_size: int = Field(512, ge=0)
     async_scheduling: bool = True
     redundant_experts: int | None = Field(None, ge=0)
+    enable_dbo: bool = False
     offload: WeightOffload = WeightOffload()
 
     @property
@@ -102,9 +109,13 @@ class DpSync(_Part):
 
 
 class Router(_Part):
-    """How requests find a rank of the pool that they enter first; decode pools take the rank with fewest requests."""
+    """How requests find a rank of the pool that they enter first; decode pools take the rank with fewest requests.
+
+    `affinity_timeout_s`: of `session_affinity`, how long a session that sends nothing keeps its rank; None: for ever.
+    """
 
     policy: RouterPolicy = "prefix_affinity"
+    affinity_timeout_s: float | None = Field(None, gt=0)
 
 
 class Deployment(_Part):
@@ -197,6 +208,12 @@ def _check_effect(deployment: Deployment) -> None:
         if not eplb.enabled and getattr(eplb, key) != getattr(usual, key):
             mend = f"set {getattr(usual, key)}".lower()
             raise ValueError(f"eplb.{key} has no effect while eplb.enabled=false; enable it or {mend}")
+    router = deployment.router
+    if router.affinity_timeout_s is not None and router.policy != "session_affinity":
+        raise ValueError(
+            f"router.affinity_timeout_s has no effect with router.policy={router.policy}; remove it or set "
+            "router.policy=session_affinity"
+        )
     if deployment.kv_transfer.mode == "pull" and not deployment.disaggregated:
         raise ValueError("kv_transfer.mode=pull has no effect: an aggregated pool hands no KV over; remove it")
 
@@ -233,11 +250,16 @@ def _check_pool(pool: Pool, deployment: Deployment) -> None:
         raise ValueError(f"{pool.role}.redundant_experts has no effect while eplb.enabled=false; enable or remove it")
     if pool.max_new_kv_loads_per_step is not None and pool.role != "decode":
         raise ValueError(f"{pool.role}.max_new_kv_loads_per_step has no effect; only decode pools load KV: remove it")
+    if pool.kv_offloading_gib and (pool.role == "decode" or not pool.enable_prefix_caching):
+        why = "prompts come with their KV" if pool.role == "decode" else "enable_prefix_caching=false"
+        raise ValueError(f"{pool.role}.kv_offloading_gib={pool.kv_offloading_gib:g} has no effect: {why}; set 0")
     if pool.prefill_schedule_interval > 1 and pool.dep == 1:
         raise ValueError(
             f"{pool.role}.prefill_schedule_interval={pool.prefill_schedule_interval} has no effect at dep=1; only "
             "data-parallel ranks keep to it: set 1"
         )
+    if pool.enable_dbo and (why := _dbo_misfit(pool, deployment)):
+        raise ValueError(f"{pool.role}.enable_dbo=true: {why}; set false")
     for key, off in EAGER.items() if deployment.gpu_spec.eager else ():
         if getattr(pool, key) != off:
             mend = f"set {off} or remove it".lower()
@@ -253,6 +275,19 @@ def _check_pool(pool: Pool, deployment: Deployment) -> None:
             f"{pool.role}.long_prefill_token_threshold={threshold} has no effect at max_num_batched_tokens="
             f"{pool.max_num_batched_tokens}; lower it or set 0"
         )
+
+
+def _dbo_misfit(pool: Pool, deployment: Deployment) -> str:
+    """Why vLLM would not run the pool with dual-batch overlap, or rackplan does not know how it would."""
+    if pool.dep == 1:
+        return "only data-parallel ranks exchange tokens to overlap, and dep=1"
+    if pool.role == "aggregated":
+        return "DeepEP has one kind of kernel for prompts and one for decodes, and an aggregated pool runs both"
+    if deployment.speculation.draft_tokens:
+        return f"vLLM does not split batches with speculation.draft_tokens={deployment.speculation.draft_tokens}"
+    if deployment.model_spec.host_bytes:
+        return f"vLLM does not split batches of {deployment.model}, which has tables in host memory"
+    return "its engine has no such kernels" if deployment.gpu_spec.eager else ""
 
 
 def parse_deployment(data: Any, where: str = "deployment") -> Deployment:

@@ -30,6 +30,11 @@ DP_SYNC_INTERVAL = "16"
 ALL2ALL = "allgather_reducescatter"
 """Expert-parallel exchange as it is simulated where the experts' kernel leaves it to vLLM."""
 
+DBO_ALL2ALL = {"prefill": "deepep_high_throughput", "decode": "deepep_low_latency"}
+"""Those that dual-batch overlap runs on, by role."""
+DBO_DECODE_TOKENS, DBO_PREFILL_TOKENS = 32, 512
+"""Tokens of a rank from which a step runs in two halves: of decodes alone, and with prompts. vLLM's defaults."""
+
 MEGA_MOE = {("deepseek-v4.1-flash", "gb200"), ("deepseek-v4.1-flash", "gb300")}
 """(model, GPU) whose calibration is of DeepGEMM's MegaMoE, which exchanges tokens within the experts' kernel."""
 
@@ -54,7 +59,12 @@ def expert_flags(deployment: Deployment, pool: Pool, placement: Placement, table
     if pool.gpus_per_instance == 1:
         return [table.negative("--enable-expert-parallel"), table.negative("--enable-eplb")]
     kernel = "deep_gemm_mega_moe" if (deployment.model, deployment.gpu) in MEGA_MOE else "auto"
-    flags = ["--enable-expert-parallel", "--all2all-backend", ALL2ALL, "--moe-backend", kernel]
+    all2all = DBO_ALL2ALL[pool.role] if pool.enable_dbo else ALL2ALL
+    flags = ["--enable-expert-parallel", "--all2all-backend", all2all, "--moe-backend", kernel]
+    flags += [switch("--enable-dbo", pool.enable_dbo, table)]
+    if pool.enable_dbo:
+        flags += ["--dbo-decode-token-threshold", str(DBO_DECODE_TOKENS)]
+        flags += ["--dbo-prefill-token-threshold", str(DBO_PREFILL_TOKENS)]
     eplb = deployment.eplb
     if not eplb.enabled:
         return [*flags, table.negative("--enable-eplb")]
@@ -146,19 +156,29 @@ def speculation_flags(deployment: Deployment) -> Flags:
             f"speculation.draft_tokens={drafts}: vLLM's method for {draft.name} is not known, only for "
             f"{', '.join(DRAFT_METHODS)}; set 0"
         )
-    return ["--speculative-config", as_json({"method": DRAFT_METHODS[draft.name], "num_speculative_tokens": drafts})]
+    config: dict[str, Any] = {"method": DRAFT_METHODS[draft.name], "num_speculative_tokens": drafts}
+    if config["method"] == "dspark":  # each step verifies all drafts, as it is simulated
+        config["enable_adaptive_verification"] = False
+    return ["--speculative-config", as_json(config)]
 
 
 def kv_transfer_flags(deployment: Deployment, pool: Pool, placement: Placement) -> Flags:
-    """Who hands KV over to whom; none for an aggregated pool."""
+    """Who hands KV over to whom, and the tier in host memory. --kv-offloading-size puts its own connector in the place
+    of NIXL's, so a prefill pool states both."""
+    size_gib = pool.kv_offloading_gib
     if not deployment.disaggregated:
-        return []
+        return ["--kv-offloading-size", f"{size_gib:g}", "--kv-offloading-backend", "native"] if size_gib else []
     config: dict[str, Any] = {
         "kv_connector": "NixlPushConnector" if deployment.kv_transfer.mode == "push" else "NixlConnector",
         "kv_role": "kv_producer" if pool.role == "prefill" else "kv_consumer",
     }
     if placement.device == "cpu":
         config |= {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"backends": ["UCX"]}}
+    if size_gib:
+        tier = {"cpu_bytes_to_use": int(size_gib * 2**30)}
+        host = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tier}
+        both = {"connectors": [config, host]}
+        config = {"kv_connector": "MultiConnector", "kv_role": config["kv_role"], "kv_connector_extra_config": both}
     return ["--kv-transfer-config", as_json(config)]
 
 

@@ -28,6 +28,7 @@ ROUTER_MODES: dict[RouterPolicy, str] = {
     "prefix_affinity": "kv",
     "least_requests": "least-loaded",
     "round_robin": "round-robin",
+    "random": "random",
 }
 """Dynamo's name of each policy that it has."""
 
@@ -56,8 +57,8 @@ def _check(deployment: Deployment) -> None:
     policy = deployment.router.policy
     if policy not in ROUTER_MODES:
         refuse("dynamo", f"router.policy={policy}", f"one of {', '.join(ROUTER_MODES)}")
-    if policy == "round_robin" and deployment.pools[0].dep > 1:
-        refuse("dynamo", "router.policy=round_robin over ranks of one instance", "prefix_affinity or least_requests")
+    if policy in ("round_robin", "random") and deployment.pools[0].dep > 1:
+        refuse("dynamo", f"router.policy={policy} over ranks of one instance", "prefix_affinity or least_requests")
     if deployment.disaggregated and deployment.kv_transfer.mode == "push":
         refuse("dynamo", "kv_transfer.mode=push", "pull")
     refuse_many_domains("dynamo", deployment)

@@ -21,7 +21,9 @@ ACTIVATION_COPIES = 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """One GPU of a pool, GiB. `kv_tokens`: tokens of KV that one data-parallel rank can hold."""
+    """One GPU of a pool, GiB. `kv_tokens`: tokens of KV that one data-parallel rank can hold; `kv_offloading_tokens`:
+    those that its tier in host memory can. `routed_experts_gib`: of layers in host memory, the buffers that
+    `prefetch_step` of them are loaded to."""
 
     role: str
     gpus_per_instance: int
@@ -37,6 +39,7 @@ class MemoryPlan:
     state_gib: float
     kv_pool_gib: float
     kv_tokens: int
+    kv_offloading_tokens: int = 0
 
     def to_dict(self) -> dict:
         """The fields by name, GiB rounded to 4 digits."""
@@ -53,6 +56,7 @@ def _plan(model: ModelSpec, gpu: GpuSpec, deployment: Deployment, pool: Pool) ->
     per_expert = model.moe_layers * model.bytes_per_routed_expert / GIB
     routed = model.routed_experts / width * per_expert
     host = routed * pool.offload.share
+    held = routed - host + _offload_buffers_gib(model, pool)
     redundant = deployment.redundant_experts(pool) / width * per_expert
     replicated = model.replicated_bytes / pool.tp / GIB
     draft_free = model.draft.bytes / pool.tp / GIB if model.draft and not deployment.speculation.draft_tokens else 0.0
@@ -61,13 +65,13 @@ def _plan(model: ModelSpec, gpu: GpuSpec, deployment: Deployment, pool: Pool) ->
     state = pool.max_num_seqs * model.state_bytes_per_sequence / GIB
     hbm = gpu.hbm_gb * 1e9 / GIB
     usable = hbm * pool.gpu_memory_utilization
-    kv = usable - (routed - host) - redundant - (replicated - draft_free) - activation - graphs - RUNTIME_GIB - state
+    kv = usable - held - redundant - (replicated - draft_free) - activation - graphs - RUNTIME_GIB - state
     return MemoryPlan(
         role=pool.role,
         gpus_per_instance=width,
         hbm_gib=hbm,
         usable_gib=usable,
-        routed_experts_gib=routed - host,
+        routed_experts_gib=held,
         redundant_experts_gib=redundant,
         replicated_weights_gib=replicated - draft_free,
         host_weights_gib=host,
@@ -77,7 +81,18 @@ def _plan(model: ModelSpec, gpu: GpuSpec, deployment: Deployment, pool: Pool) ->
         state_gib=state,
         kv_pool_gib=kv,
         kv_tokens=max(0, int(kv * GIB / model.kv_bytes_per_token)),
+        kv_offloading_tokens=int(pool.kv_offloading_gib / pool.tp * GIB / model.kv_bytes_per_token),
     )
+
+
+def _offload_buffers_gib(model: ModelSpec, pool: Pool) -> float:
+    """Where offloaded layers' experts are loaded to: vLLM keeps room for `prefetch_step` layers, of those there are."""
+    offload = pool.offload
+    if not offload.group_size:
+        return 0.0
+    offloaded = model.moe_layers * offload.share
+    layer = model.routed_experts / pool.gpus_per_instance * model.bytes_per_routed_expert / GIB
+    return min(offload.prefetch_step, offloaded) * layer
 
 
 def check_memory(deployment: Deployment, longest_tokens: int | None = None) -> list[MemoryPlan]:

@@ -39,13 +39,20 @@ def expected_config(deployment: Deployment, pool: Pool, revision: str) -> dict[s
         "tensor_parallel_size": pool.tp,
         "enable_expert_parallel": wide,
         "enable_eplb": balanced,
+        "enable_dbo": pool.enable_dbo,
         **({f"eplb.{k}": v for k, v in eplb.items()} if balanced else {}),
         "draft_tokens": deployment.speculation.draft_tokens,
-        "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": None}[pool.role],
+        "kv_role": _kv_role(pool),
         "max_new_kv_loads_per_step": pool.max_new_kv_loads_per_step,
         "offload.prefetch.offload_group_size": pool.offload.group_size,
         **graphs,
     }
+
+
+def _kv_role(pool: Pool) -> str | None:
+    if pool.role == "aggregated":
+        return "kv_both" if pool.kv_offloading_gib else None
+    return "kv_producer" if pool.role == "prefill" else "kv_consumer"
 
 
 def differences(record: Record) -> list[str]:

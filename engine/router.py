@@ -8,6 +8,7 @@ answer are left out until they do. A full deployment answers 503 at once.
 import asyncio
 import json
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ REMOTE_DECODE = {
 """What asks a prefill instance to keep a prompt's KV for another to fetch."""
 NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens")
 RANK_HEADER = "X-data-parallel-rank"
+SESSION_HEADER = "X-Session-Id"
+"""By which a client names its session, for `session_affinity`."""
 CHECK_S = 2.0
 MOST_BODY_BYTES = 64 << 20
 
@@ -39,7 +42,7 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self.entry = Balancer([b for i in config.entry for b in i.backends()], config.policy)
+        self.entry = Balancer([b for i in config.entry for b in i.backends()], config.policy, config.affinity_timeout_s)
         self.decode = Balancer([b for i in config.decode for b in i.backends()], "least_requests")
         self.in_flight = 0
         self.refused = 0
@@ -105,7 +108,7 @@ class Router:
         """One completion, streamed where the client asks for it."""
         try:
             body = await request.json()
-            prompt = prompt_of(body)
+            prompt = prompt_of(body, request.headers.get(SESSION_HEADER), time.monotonic())
         except (ValueError, AttributeError):
             return _problem(400, "the body is not a JSON object")
         if self.in_flight >= self.config.max_in_flight:

@@ -26,12 +26,14 @@ class Instance(BaseModel):
 
 class RouterConfig(BaseModel):
     """What the router is told. `entry`: the instances that requests enter; `decode`: those that take them over, empty
-    where prefill and decode are one. `max_in_flight`: requests at which the next is refused."""
+    where prefill and decode are one. `affinity_timeout_s`: see Router in deployment.py. `max_in_flight`: requests at
+    which the next is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     host: str = "127.0.0.1"
     port: int = Field(ge=1, le=65535)
     policy: RouterPolicy
+    affinity_timeout_s: float | None = None
     entry: tuple[Instance, ...] = Field(min_length=1)
     decode: tuple[Instance, ...] = ()
     max_in_flight: int = Field(ge=1)
@@ -58,6 +60,7 @@ def router_json(deployment: Deployment, instances: Iterable[Address], *, host: s
         host=host,
         port=port,
         policy=deployment.router.policy,
+        affinity_timeout_s=deployment.router.affinity_timeout_s,
         entry=of("prefill", "aggregated"),
         decode=of("decode"),
         max_in_flight=QUEUED_PER_SEAT * sum(p.instances * p.dep * p.max_num_seqs for p in last),

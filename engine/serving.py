@@ -134,6 +134,8 @@ def _pool_misfits(deployment: Deployment, pool: Pool, placement: Placement) -> l
         misfits.append(f"{pool.role}.async_scheduling=true (set false)")
     if pool.max_cudagraph_capture_size:
         misfits.append(f"{pool.role}.max_cudagraph_capture_size={pool.max_cudagraph_capture_size} (set 0)")
+    if pool.kv_offloading_gib:
+        misfits.append(f"{pool.role}.kv_offloading_gib={pool.kv_offloading_gib:g} (set 0)")
     if pool.offload.group_size:
         misfits.append(f"{pool.role}.offload.group_size={pool.offload.group_size} (set 0)")
     return misfits

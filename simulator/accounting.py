@@ -13,8 +13,8 @@ class GpuTime:
         self.ns = dict.fromkeys(CAUSES, 0.0)
 
     def book_idle(self, cause: str, ns: int) -> None:
-        """Book `ns` in which no step ran, on all GPUs, to `cause`."""
-        self.ns[cause] += ns * self.gpus
+        """Book `ns` in which no step ran, on all GPUs, to `cause`; "failed" is none of a run without failures."""
+        self.ns[cause] = self.ns.get(cause, 0.0) + ns * self.gpus
 
     def book_steps(self, sums: StepSums, idle_share: float, idle_cause: str) -> None:
         """Book a run of steps. `idle_share`: ranks without a request, which run dummy batches; their GPU time goes to

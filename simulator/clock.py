@@ -1,53 +1,61 @@
 """Simulated time: SimPy's environment counting whole nanoseconds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Any
 
 import simpy
-from simpy.events import NORMAL
+from simpy.events import NORMAL, URGENT
 
-
-class _Call:
-    """What SimPy's queue holds of a call that is to come."""
-
-    __slots__ = ("call", "value")
-
-    def __init__(self, call: Callable[[Any], None], value: Any) -> None:
-        self.call, self.value = call, value
+Sleeps = Generator[int | None, None, None]
+"""What a process yields: how long it sleeps, ns; None until it is woken."""
 
 
 class Clock(simpy.Environment):
     """An environment whose `now` is an integer, because every delay it is given is. Events come in SimPy's order: by
-    time, then as they were scheduled."""
+    time, then as they were scheduled. Its queue also holds calls, which are entries one longer than SimPy's."""
 
     now: int = property(attrgetter("_now"))  # type: ignore[assignment]
 
-    def __init__(self) -> None:
-        super().__init__()
-        # SimPy binds these once for an instance of its own class, but at every use for one of a subclass.
-        self.timeout, self.event = self.timeout, self.event  # type: ignore[method-assign]
-
-    def after(self, delay_ns: int, call: Callable[[Any], None], value: Any) -> None:
-        """Call `call(value)` when `delay_ns` have passed: a timeout without what a process needs of one."""
-        heappush(self._queue, (self._now + delay_ns, NORMAL, next(self._eid), _Call(call, value)))  # type: ignore[misc]
+    def after(self, delay_ns: int, call: Callable[[Any], None], value: Any, priority: int = NORMAL) -> None:
+        """Call `call(value)` when `delay_ns` have passed: a timeout without what SimPy needs of one."""
+        heappush(self._queue, (self._now + delay_ns, priority, next(self._eid), call, value))  # type: ignore[misc]
 
     def step(self) -> None:
-        """Make the calls and process the timeouts that come next, then one other event. A timeout cannot fail, and must
-        not be what a run ends with."""
-        queue = self._queue
-        while queue:
-            due: Any = queue[0][3]
-            kind = type(due)
-            if kind is _Call:
-                self._now = heappop(queue)[0]
-                due.call(due.value)
-            elif kind is simpy.Timeout:
-                self._now = heappop(queue)[0]
-                callbacks, due.callbacks = due.callbacks, None
-                for callback in callbacks:
-                    callback(due)
-            else:
-                break
+        """Make the calls that come next, then process one event."""
+        queue: list[Any] = self._queue
+        while queue and len(queue[0]) == 5:
+            self._now, _, _, call, value = heappop(queue)
+            call(value)
         super().step()
+
+
+class Process:
+    """A SimPy process that only sleeps: no event is made for each of its sleeps. `is_active`: it is running now."""
+
+    __slots__ = ("_clock", "_next_sleep", "_sleeps", "is_active")
+
+    def __init__(self, clock: Clock, sleeps: Sleeps) -> None:
+        self._clock, self._next_sleep = clock, sleeps
+        self._sleeps = 0  # how many have ended
+        self.is_active = False
+        self.interrupt()
+
+    def wake(self) -> None:
+        """End its sleep after all that was scheduled for now before."""
+        self._clock.after(0, self._resume, self._sleeps)
+
+    def interrupt(self) -> None:
+        """End its sleep before anything else happens."""
+        self._clock.after(0, self._resume, self._sleeps, URGENT)
+
+    def _resume(self, sleep: int) -> None:
+        if sleep != self._sleeps:
+            return  # that one was ended before its time
+        self._sleeps += 1
+        self.is_active = True
+        delay_ns = next(self._next_sleep, None)
+        self.is_active = False
+        if delay_ns is not None:
+            self._clock.after(delay_ns, self._resume, self._sleeps)

@@ -102,12 +102,15 @@ class TransferCost:
     """KV hand-over from prefill to decode. `setup_ms`: handshake and orchestration of one request;
     `per_block_ms`: descriptor work per KV block; `gb_per_s`: one GPU's link, shared by the transfers in flight;
     `block_tokens`: tokens per transferred block. In pull mode `per_block_ms` runs on the decode worker's thread.
+    `counts_steps`: the decode engine's steps that a hand-over waits for come on top (kv_transfer.steps_waited); where
+    not, `setup_ms` holds them at whatever length they had.
     """
 
     setup_ms: float
     per_block_ms: float
     gb_per_s: float
     block_tokens: int
+    counts_steps: bool = False
 
 
 class Calibration(Protocol):

@@ -10,18 +10,21 @@ run with a step log (calibration/served_log.py); each turn waits for the deliver
 
 class FrontEnd:
     """Works `token_ms` on each token of a delivery, and `turn_ms` on each of the TURNS of a request, which wait while
-    it works on tokens. The ranks of an instance have a process each and share its requests evenly.
+    it works on tokens and on the turns of others: first come, first served, so that of many requests at once each has
+    its first turn before any has its second. The ranks of an instance have a process each and share its requests
+    evenly. Tokens do not wait for turns.
 
     Tokens that come while it is behind go out with those before them, as vLLM merges what a stream has not sent: so it
     is never behind by more than one delivery.
     """
 
-    __slots__ = ("_before_ns", "_run", "_token_ns", "_work_ns", "turn_ns")
+    __slots__ = ("_before_ns", "_free_ns", "_ranks", "_run", "_token_ns", "_work_ns", "turn_ns")
 
     def __init__(self, token_ms: float, turn_ms: float, ranks: int) -> None:
         self._token_ns = token_ms * NS_PER_MS / ranks
         self.turn_ns = round(turn_ms * NS_PER_MS)
-        self._before_ns = self._work_ns = 0
+        self._ranks = ranks
+        self._before_ns = self._work_ns = self._free_ns = 0
         self._run: OneStep | StepRun | None = None
 
     def work_ns(self, requests: int) -> int:
@@ -35,8 +38,9 @@ class FrontEnd:
         self._run, self._work_ns = run, self.work_ns(requests)
 
     def turn_done_ns(self, now_ns: int) -> int:
-        """How long from now a turn of a request takes that is ready now."""
-        if self._run is None:
-            return self.turn_ns
-        busy_ns = self._run.last_delivery_ns(now_ns, self._before_ns) + self._work_ns - now_ns
-        return max(0, busy_ns) + self.turn_ns
+        """How long from now a turn of a request takes that is ready now; it is under way from here on."""
+        begin_ns = max(now_ns, self._free_ns)
+        if self._run is not None:
+            begin_ns = max(begin_ns, self._run.last_delivery_ns(now_ns, self._before_ns) + self._work_ns)
+        self._free_ns = begin_ns + self.turn_ns // self._ranks
+        return begin_ns + self.turn_ns - now_ns

@@ -6,13 +6,10 @@ falls in. Coalesced and step-by-step runs are the same, request by request.
 """
 
 from array import array
-from collections.abc import Callable, Generator
-from typing import Any
-
-import simpy
+from collections.abc import Callable
 
 from rackplan.simulator.accounting import GpuTime
-from rackplan.simulator.clock import Clock
+from rackplan.simulator.clock import Clock, Process, Sleeps
 from rackplan.simulator.eplb_run import Eplb
 from rackplan.simulator.frontend import TURNS, FrontEnd
 from rackplan.simulator.instance_model import InstanceModel
@@ -69,11 +66,18 @@ class Instance:
         self._seen_ms = 0.0  # how long before the step's end the scheduler looks at its queue
         self._sync_ms = model.cost.dp_sync_ms()
         self._own_worker = model.pool.gpus_per_instance > 1
-        self._wake: simpy.Event | None = None
-        self._extra_host_ms = 0.0
-        self.eplb = Eplb(model.eplb, env, model.cost, self._cut_run) if model.eplb else None
+        self._is_idle = False
+        self._extra_host_ms = self._after_ms = 0.0
+        self._under_way: OneStep | StepRun | None = None
+        self._present: dict[Sequence, None] | None = None  # requests here, where it may be lost
+        self._down = False
+        self.eplb = self._new_eplb()
         self.start_measuring()
-        self._process = env.process(self._live())
+        self._process = Process(env, self._live(self.ranks))
+
+    def _new_eplb(self) -> Eplb | None:
+        model = self.model
+        return Eplb(model.eplb, self.env, model.cost, self._cut_run) if model.eplb else None
 
     # -- what others do to it ------------------------------------------------------------------------------------
     def submit(self, seq: Sequence) -> None:
@@ -83,6 +87,8 @@ class Instance:
 
     def receive(self, seq: Sequence) -> None:
         """Take a request in at the front end, which queues it on its rank when it has had its turns."""
+        if self._present is not None:
+            self._present[seq] = None
         if self._frontend:
             self._turn((seq, TURNS))
         else:
@@ -90,6 +96,8 @@ class Instance:
 
     def _turn(self, waiting: tuple[Sequence, int]) -> None:
         seq, turns = waiting
+        if self._is_lost(seq):
+            return
         if turns and self._frontend:
             self.env.after(self._frontend.turn_done_ns(self.env.now), self._turn, (seq, turns - 1))
             return
@@ -98,6 +106,7 @@ class Instance:
 
     def release(self, seq: Sequence) -> None:
         """A hand-over is done: the prompt's KV on this prefill instance may be evicted from now on."""
+        self._settle()
         if self.ranks.release(seq):
             self._stir(seq.rank, kv_loaded=False)
 
@@ -108,35 +117,82 @@ class Instance:
 
     def hold(self, rank: int, tokens: int) -> None:
         """Allocate KV for a hand-over that starts."""
+        self._settle()
         self._batch.hold(rank, tokens)
         self.kv_loading += 1
         if self._run and self._batch.room(rank, self._batch.step + self._run.steps) < 0:
             self._cut_run()
 
+    def take_over(self, seq: Sequence) -> None:
+        """A hand-over for which `hold` allocated has arrived."""
+        self._settle()
+        self.kv_loading -= 1
+        seq.ready_ns = self.env.now
+        self.submit(seq)
+
     def charge_host_ms(self, ms: float) -> None:
-        """Work put on the worker's thread from outside; the next step waits for it."""
-        self._extra_host_ms += ms
-        self._cut_run()
+        """Work put on the worker's thread from outside: it follows the next launch, and the step behind that may have
+        to wait. Where nothing runs it holds up nothing."""
+        if self._under_way is not None:
+            self._after_ms += ms
+            self._cut_run()
+
+    def step_ms(self) -> float:
+        """How long the step under way takes, ms; 0 where none is."""
+        run = self._under_way
+        return run.wall_ns_at(self.env.now) / NS_PER_MS if run else 0.0
 
     def prime(self, rank: int, request: Request) -> None:
         """Put the whole prompt of `request` into a rank's prefix cache, at no cost."""
         self.ranks.prime(rank, request)
 
+    def watch(self) -> None:
+        """Keep a list of the requests here from now on, for `lose`."""
+        if self._present is None:
+            self._present = {}
+
+    def lose(self) -> list[Sequence]:
+        """All that is here is gone, and nothing runs until `recover`. The requests, in order of arrival."""
+        self._settle()
+        assert self._present is not None
+        lost, self._present = list(self._present), {}
+        old, ranks = self.ranks, self.ranks
+        if not self._is_idle:
+            self.time.book_idle("failed", self.env.now - self._step_since)
+        load, load_tokens = old.load, old.load_tokens
+        for r in range(self.pool.dep):
+            load[r] = load_tokens[r] = 0
+        self.ranks = ranks = Ranks(self.model, load, load_tokens)
+        ranks.preemptions, ranks.most_admitted = old.preemptions, old.most_admitted
+        self._batch, self._run, self._is_idle = ranks.batch, None, False
+        self._lead_ms = self._seen_ms = self._extra_host_ms = self._after_ms = 0.0
+        self._under_way, self.kv_loading, self.eplb = None, 0, self._new_eplb()
+        self._down, self._idle_since = True, self.env.now
+        return lost
+
+    def recover(self) -> None:
+        """It is up again, with nothing in it."""
+        self._book_idle()
+        self._down = False
+        self._process = Process(self.env, self._live(self.ranks))
+
+    def _is_lost(self, seq: Sequence) -> bool:
+        return self._present is not None and seq not in self._present
+
     def start_measuring(self) -> None:
         """Forget what was booked so far (the warm-up)."""
         self.time = GpuTime(self.pool.gpus_per_instance)
         self.token_gaps = TokenGaps()
-        self._idle_since = self.env.now
+        self._idle_since = self._step_since = self.env.now
 
     def stop_measuring(self) -> None:
         """Book the idle time that is still under way."""
-        if self._wake is not None:
-            self._book_idle()
+        self._settle()
 
     # -- the process ---------------------------------------------------------------------------------------------
-    def _live(self) -> Generator[simpy.Event, Any, None]:
-        env, ranks, batch = self.env, self.ranks, self._batch
-        while True:
+    def _live(self, ranks: Ranks) -> Sleeps:
+        env, batch = self.env, ranks.batch
+        while ranks is self.ranks:  # else it was lost, and this process belongs to what it was
             if batch.step >= batch.roomy_until:
                 ranks.preempt_for_growth()
             now = env.now
@@ -145,22 +201,26 @@ class Instance:
                 self._lead_ms = self._seen_ms = 0.0
                 self._deliver(0)
                 plans = ranks.plan(now, now + 1)  # nothing runs: all that is here is seen
+            if ranks.host_loads:
+                self._load_from_host()
             if not plans and not batch.running:
                 yield from self._wait_for_work()
                 continue
+            self._step_since = now
             run = self._next_run(plans)
+            self._under_way = run
             self._run = run if isinstance(run, StepRun) else None
             if self._frontend:
                 self._frontend.passing(run, batch.running)
             self._deliver(run.delivery_ns)  # may start hand-overs, which take KV from this run
-            while True:
-                try:
-                    yield env.timeout(run.end_ns - env.now)
-                    break
-                except simpy.Interrupt:  # the run is shorter by now
-                    continue
+            while (left_ns := run.end_ns - env.now) > 0:
+                yield left_ns  # interrupted where the run is shorter by now
+            if ranks is not self.ranks:
+                return
             self._run = None
             self._lead_ms, self._seen_ms = run.next_lead_ms, run.next_seen_ms
+            if self._lead_ms < 0:
+                self._be_late()
             self._book(plans, run)
             ranks.commit(plans, run.steps)
 
@@ -172,8 +232,9 @@ class Instance:
             self._extra_host_ms += eplb.begin(batch.step)
         experts = eplb or model
         extra_ms, self._extra_host_ms = self._extra_host_ms, 0.0
+        after_ms, self._after_ms = self._after_ms, 0.0
         load = load_of(plans, batch, 1 + model.acceptance.draft_tokens, experts.cost)
-        steps = 1 if plans or extra_ms else self.ranks.steps_ahead()
+        steps = 1 if plans or extra_ms or after_ms else self.ranks.steps_ahead()
         if eplb:
             steps = min(steps, eplb.steps_ahead(batch.step))
         times = time_steps(
@@ -183,6 +244,7 @@ class Instance:
             steps,
             experts.balancedness(load.total_tokens / pool.dep),
             extra_host_ms=extra_ms,
+            after_ms=after_ms,
             sync_ms=self._sync_ms,
             async_scheduling=pool.async_scheduling,
             lead_ms=self._lead_ms,
@@ -190,6 +252,11 @@ class Instance:
             own_worker=self._own_worker,
         )
         return OneStep(times, self.env.now) if steps == 1 else StepRun(times, self.env.now)
+
+    def _be_late(self) -> None:
+        """The host is still at work when the step ends on the GPU: the next one starts so much later."""
+        self._extra_host_ms -= self._lead_ms
+        self._lead_ms, self._seen_ms = 0.0, max(0.0, self._seen_ms)
 
     def _deliver(self, delay_ns: int) -> None:
         """Hand on what the last step made: with async scheduling the host looks at it once the next is launched."""
@@ -207,25 +274,46 @@ class Instance:
                 self._hand_on(seq)
 
     def _hand_on(self, seq: Sequence) -> None:
+        if self._present is not None:
+            if seq not in self._present:
+                return
+            del self._present[seq]
         if self._prefills:
             seq.prefill_done_ns = self.env.now
             self.on_prefilled(seq, self)  # its KV stays held until `release`
         else:
             self.on_finished(seq, self)
 
-    def _wait_for_work(self) -> Generator[simpy.Event, Any, None]:
+    def _load_from_host(self) -> None:
+        for seq in self.ranks.host_loads:
+            tier = self.ranks.queues[seq.rank].host
+            assert tier is not None
+            self.kv_loading += 1
+            self.env.after(tier.load_ns(seq.host_tokens - seq.computed_tokens, self.env.now), self._host_loaded, seq)
+        self.ranks.host_loads.clear()
+
+    def _host_loaded(self, seq: Sequence) -> None:
+        if self._is_lost(seq):
+            return
+        self._settle()
+        self.kv_loading -= 1
+        seq.ready_ns = self.env.now
+        self.ranks.add_loaded(seq)
+        self._stir(seq.rank, kv_loaded=False)
+
+    def _wait_for_work(self) -> Sleeps:
         self._idle_since = self.env.now
+        self._under_way, self._extra_host_ms, self._after_ms = None, 0.0, 0.0
         self.ranks.begin_wave()
-        self._wake = self.env.event()
-        yield self._wake
-        self._wake = None
+        self._is_idle = True
+        yield None
+        self._is_idle = False
         self._book_idle()
 
     def _stir(self, rank: int, kv_loaded: bool) -> None:
         """Something came to `rank`: wake up, or end the run of steps at the first boundary at which it can be seen."""
-        if self._wake is not None:
-            if not self._wake.triggered:
-                self._wake.succeed()
+        if self._is_idle:
+            self._process.wake()
             return
         run = self._run
         if run and not self.ranks.is_blocked(rank, kv_loaded) and run.end_before_next_begin(self.env.now):
@@ -238,12 +326,18 @@ class Instance:
 
     def _notice(self) -> None:
         """Have the process see that its run is shorter; while it is still handing on the last step's, it will."""
-        if self.env.active_process is not self._process:
+        if not self._process.is_active:
             self._process.interrupt()
 
     # -- what a step did -----------------------------------------------------------------------------------------
+    def _settle(self) -> None:
+        """What it waits for is about to change: book the idle time up to now."""
+        if self._is_idle or self._down:
+            self._book_idle()
+
     def _book_idle(self) -> None:
-        cause = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
+        waits = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
+        cause = "failed" if self._down else waits
         self.time.book_idle(cause, self.env.now - self._idle_since)
         self._idle_since = self.env.now
 

@@ -2,8 +2,10 @@
 
 Bytes share links: a rank's link carries one hand-over after the other, at the sender and at the receiver, so the total
 rate is the link's and a burst queues. Orchestration (`setup_ms`) and descriptor work (per block) come on top: beside
-the transfer in push mode, on the decode worker's thread, where its next step waits, in pull mode. A hand-over starts
+the transfer in push mode, on the decode worker's thread behind its next launch in pull mode. A hand-over starts
 when the decode rank has KV room for it; until then the prompt stays on the prefill rank, which so feels a full pool.
+
+An engine turns to hand-overs once a step, so they wait for steps of the decode engine (`steps_waited`).
 """
 
 from collections import deque
@@ -19,6 +21,17 @@ from rackplan.simulator.scheduler import Sequence
 Link = tuple[Instance, int]
 
 
+def steps_waited(pulls: bool, async_scheduling: bool) -> float:
+    """Steps of the decode engine that a hand-over waits for before the one that runs it can be planned, on the mean.
+
+    A pull is posted by the step that the request is first planned with: half a step until that begins. A worker asks
+    what has arrived as it launches a step, and the scheduler hears of it with that step's output: one step later, and
+    one more where the step between is planned already (async scheduling). The wait for the launch that asks and the
+    step that runs the request are those of any request that arrives, so they are simulated and not counted here.
+    """
+    return (0.5 if pulls else 0.0) + (2.0 if async_scheduling else 1.0)
+
+
 class KvTransfers:
     """All hand-overs of a deployment. `transfer_ns`: (waiting for room, on the way) sums; `count`: hand-overs done."""
 
@@ -29,7 +42,7 @@ class KvTransfers:
         self._pulls = mode == "pull"
         self._setup_ms, self._block_ms, self._block_tokens = cost.setup_ms, cost.per_block_ms, cost.block_tokens
         self._token_bytes, self._state_bytes = model.kv_bytes_per_token, model.state_bytes_per_sequence
-        self._bytes_per_ns = cost.gb_per_s
+        self._bytes_per_ns, self._counts_steps = cost.gb_per_s, cost.counts_steps
         self._free_at: dict[Link, int] = {}
         self._waiting: dict[Link, deque[tuple[Sequence, Instance, Sequence]]] = {}
         self.count = 0
@@ -71,6 +84,8 @@ class KvTransfers:
             instance.charge_host_ms(blocks * self._block_ms)
         else:
             delay_ms += blocks * self._block_ms
+        if self._counts_steps:
+            delay_ms += steps_waited(self._pulls, instance.pool.async_scheduling) * instance.step_ms()
         bytes_ns = round((tokens * self._token_bytes + self._state_bytes) / self._bytes_per_ns)
         out, link, free_at = (source, seq.rank), (instance, target.rank), self._free_at
         end = max(now, free_at.get(out, 0), free_at.get(link, 0)) + bytes_ns
@@ -84,6 +99,4 @@ class KvTransfers:
     def _arrive(self, hand_over: tuple[Sequence, Instance, Sequence, Instance]) -> None:
         seq, source, target, instance = hand_over
         source.release(seq)
-        instance.kv_loading -= 1
-        target.ready_ns = self.env.now
-        instance.submit(target)
+        instance.take_over(target)

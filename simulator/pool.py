@@ -36,12 +36,13 @@ class PoolOfInstances:
             instance = Instance(env, model, requests[own], tokens[own], on_prefilled, on_finished)
             self.instances.append(instance)
             self._places += [(instance, r) for r in range(model.pool.dep)]
+        self.down: set[Instance] = set()
         self._home: dict[int, int] = {}
         self.loads = RankLoads(np.frombuffer(requests, np.int64), np.frombuffer(tokens, np.int64), self._home)
 
     def choose(self, request: Request) -> tuple[Instance, int, int]:
         """(instance, rank, tokens that it is counted with there from now on) for `request`."""
-        place = self.router.choose(request, self.loads)
+        place = self._place_up(request) if self.down else self.router.choose(request, self.loads)
         tokens = request.input_tokens
         if request.session >= 0:
             home = self._home
@@ -54,6 +55,19 @@ class PoolOfInstances:
         self._requests[place] += 1
         self._tokens[place] += tokens
         return instance, r, tokens
+
+    @property
+    def all_down(self) -> bool:
+        """Is no instance up?"""
+        return len(self.down) == len(self.instances)
+
+    def _place_up(self, request: Request) -> int:
+        """The router's choice among the ranks of instances that are up, at least one."""
+        up = [place for place, (instance, _) in enumerate(self._places) if instance not in self.down]
+        number = {place: i for i, place in enumerate(up)}
+        sessions = (request.session, request.prefix_session)
+        home = {s: number[self._home[s]] for s in sessions if self._home.get(s) in number}
+        return up[self.router.choose(request, RankLoads(self.loads.requests[up], self.loads.tokens[up], home))]
 
     def prime(self, turn: int, request: Request) -> None:
         """Put the whole prompt of `request` into the prefix cache of the rank whose `turn` it is, at no cost."""

@@ -14,7 +14,7 @@ MOST_COALESCED_STEPS = 256
 class Ranks:
     """`batch`: the running requests; `load`, `load_tokens` (ranks,): requests on each rank and their tokens, for the
     router. `outputs`: what the last step made, first tokens and ends (True). `blocked`: by rank, what held its requests
-    back in the last plan.
+    back in the last plan. `host_loads`: requests whose load from host memory is to begin.
     """
 
     def __init__(
@@ -22,7 +22,8 @@ class Ranks:
     ) -> None:
         self.model, self.pool = model, model.pool
         self.load, self.load_tokens = load, load_tokens
-        self.queues = [Rank(model.make_cache()) for _ in range(model.pool.dep)]
+        self.queues = [Rank(model.make_cache(), model.make_host_tier()) for _ in range(model.pool.dep)]
+        self.host_loads: list[Sequence] = []
         self.batch = DecodeBatch(self.queues, model.kv_tokens, model.acceptance)
         self.outputs: list[tuple[Sequence, bool]] = []
         self.blocked: dict[int, str] = {}
@@ -40,11 +41,16 @@ class Ranks:
         (queue.loaded if seq.kv_loaded else queue.waiting).append(seq)
         self._busy.add(seq.rank)
 
+    def add_loaded(self, seq: Sequence) -> None:
+        """What host memory had of a request's prompt is in KV: it is first in line."""
+        self.queues[seq.rank].waiting.appendleft(seq)
+        self._busy.add(seq.rank)
+
     def release(self, seq: Sequence) -> bool:
         """The KV of a prompt that has been handed over may be evicted from now on. True if a request waited for it."""
         r = seq.rank
         self.batch.held[r] -= seq.prompt_tokens
-        self._store(seq, seq.prompt_tokens)
+        self._leave_cached(seq, seq.prompt_tokens)
         self._leave(seq)
         if self.queues[r].waiting and self.blocked.get(r) == "kv_full":
             del self.blocked[r]
@@ -55,7 +61,8 @@ class Ranks:
         """Put the whole prompt of `request` into a rank's prefix cache."""
         if self.pool.enable_prefix_caching:
             cache = self.queues[r].cache
-            cache.store(request, request.input_tokens)
+            cache.begin(request, 0)
+            cache.end(request, request.input_tokens)
             cache.evict_to(self.model.kv_tokens)
 
     def is_blocked(self, r: int, kv_loaded: bool) -> bool:
@@ -89,12 +96,16 @@ class Ranks:
                 continue
             defers = between and not rank.is_saturated and bool(rank.decoding)
             chunks = self._running_chunks(r, visible_before_ns) if rank.partial and not defers else []
+            for seq, new in chunks:
+                rank.cache.grow(seq.request, seq.computed_tokens + new)
             if r in self._preempted:
                 plan = RankPlan([], chunks, [], None)
             else:
                 room = self._room_to_admit(r, chunks) if rank.waiting else 0.0
                 given = Given(now_ns, visible_before_ns, room, self._width, self.model.replay_tokens, defers)
                 plan = plan_rank(rank, self.pool, chunks, given)
+                if rank.from_host:
+                    self._hold_host_loads(r)
             if plan.blocked_by:
                 blocked[r] = plan.blocked_by
             if plan.chunks or plan.loads:
@@ -120,6 +131,16 @@ class Ranks:
             cache.evict_to(int(room))
         return room
 
+    def _hold_host_loads(self, r: int) -> None:
+        """KV for what is loaded from host memory, from the start of the load on."""
+        rank, batch = self.queues[r], self.batch
+        batch.hold(r, sum([seq.host_tokens - seq.shared_tokens for seq in rank.from_host]))
+        rank.cache.evict_to(int(batch.room(r, batch.step)))
+        self.host_loads += rank.from_host
+        rank.from_host.clear()
+        if rank.only_decodes:
+            self._busy.discard(r)
+
     def _admit(self, r: int, plan: RankPlan) -> None:
         batch, rank = self.batch, self.queues[r]
         started, chunks, loads, _ = plan
@@ -128,7 +149,8 @@ class Ranks:
             if admitted > self.most_admitted:
                 self.most_admitted = admitted
         if chunks:
-            batch.hold(r, sum([new for _, new in chunks]) + sum([seq.computed_tokens for seq in started]))
+            own = sum([seq.computed_tokens - seq.shared_tokens for seq in started])
+            batch.hold(r, sum([new for _, new in chunks]) + own)
         for seq in loads:
             batch.held[r] -= seq.prompt_tokens
             batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)
@@ -174,7 +196,8 @@ class Ranks:
             rank.partial.remove(seq)
             batch.held[r] -= seq.computed_tokens
             batch.leave(r)
-        seq.computed_tokens, seq.kv_loaded = 0, False
+        batch.held[r] += rank.cache.end(seq.request, 0)
+        seq.computed_tokens, seq.kv_loaded, seq.host_tokens, seq.shared_tokens = 0, False, 0, 0
         seq.preemptions += 1
         self.preemptions += 1
         rank.waiting.appendleft(seq)
@@ -204,6 +227,8 @@ class Ranks:
         r, batch = seq.rank, self.batch
         rank = self.queues[r]
         rank.partial.remove(seq)
+        if rank.host:
+            rank.host.store(seq.request, seq.request.input_tokens)
         if rank.only_decodes:
             self._busy.discard(r)
         if self.pool.role == "prefill":
@@ -221,16 +246,16 @@ class Ranks:
 
     def _end(self, seq: Sequence, tokens: int) -> None:
         self._leave(seq)
-        if self.pool.role == "aggregated":
-            self._store(seq, tokens)
+        self._leave_cached(seq, tokens)
         self.outputs.append((seq, True))
 
     def _leave(self, seq: Sequence) -> None:
         self.load[seq.rank] -= 1
         self.load_tokens[seq.rank] -= seq.load_tokens
 
-    def _store(self, seq: Sequence, tokens: int) -> None:
-        if self.pool.enable_prefix_caching:
-            cache = self.queues[seq.rank].cache
-            cache.store(seq.request, tokens)
-            cache.evict_to(int(self.batch.room(seq.rank, self.batch.step)))
+    def _leave_cached(self, seq: Sequence, tokens: int) -> None:
+        """`seq` holds its KV no more: what others share with it stays theirs, its first `tokens` may be hit."""
+        cache, batch = self.queues[seq.rank].cache, self.batch
+        batch.held[seq.rank] += cache.end(seq.request, tokens)
+        if cache.tokens:
+            cache.evict_to(int(batch.room(seq.rank, batch.step)))

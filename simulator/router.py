@@ -3,14 +3,15 @@
 Ranks of a pool's instances are numbered through.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from rackplan.engine.deployment import RouterPolicy
-from rackplan.simulator.request import Request
+from rackplan.engine import deployment
+from rackplan.simulator.request import NS_PER_S, Request
+from rackplan.simulator.streams import Streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,16 @@ class RoundRobin:
         return self._next
 
 
+class Random:
+    """Any rank. `draw(n)`: one of the numbers below n at random."""
+
+    def __init__(self, draw: Callable[[int], int]) -> None:
+        self._draw = draw
+
+    def choose(self, request: Request, loads: RankLoads) -> int:
+        return self._draw(len(loads.requests))
+
+
 class LeastRequests:
     """The rank with the fewest requests, as vLLM's front end balances; long prompts count like short ones."""
 
@@ -74,7 +85,27 @@ class PrefixAffinity:
         return home
 
 
-_POLICIES: dict[str, type[Router]] = {
+class SessionAffinity:
+    """The session's home, whatever waits there, until it has sent nothing for `timeout_s`; else any rank.
+
+    A session is its own: one that begins like another is not sent after it.
+    """
+
+    def __init__(self, timeout_s: float | None, draw: Callable[[int], int]) -> None:
+        self._timeout_ns = None if timeout_s is None else round(timeout_s * NS_PER_S)
+        self._draw = draw
+        self._used_ns: dict[int, int] = {}
+
+    def choose(self, request: Request, loads: RankLoads) -> int:
+        home = loads.home.get(request.session)
+        last_ns = self._used_ns.get(request.session, 0)
+        if request.session >= 0:
+            self._used_ns[request.session] = request.arrival_ns
+        late = self._timeout_ns is not None and request.arrival_ns - last_ns > self._timeout_ns
+        return self._draw(len(loads.requests)) if home is None or late else home
+
+
+_BY_LOAD: dict[str, type[Router]] = {
     "round_robin": RoundRobin,
     "least_requests": LeastRequests,
     "least_tokens": LeastTokens,
@@ -82,6 +113,14 @@ _POLICIES: dict[str, type[Router]] = {
 }
 
 
-def make_router(policy: RouterPolicy) -> Router:
-    """A fresh router of `policy`; each pool has its own."""
-    return _POLICIES[policy]()
+def make_router(router: deployment.Router, streams: Streams) -> Router:
+    """A fresh router of that policy; each pool has its own. What is random comes from the stream "router"."""
+
+    def draw(n: int) -> int:
+        return int(streams["router"].integers(n))
+
+    if router.policy == "random":
+        return Random(draw)
+    if router.policy == "session_affinity":
+        return SessionAffinity(router.affinity_timeout_s, draw)
+    return _BY_LOAD[router.policy]()

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from rackplan.engine import Pool
+from rackplan.simulator.host_tier import HostTier
 from rackplan.simulator.prefix_cache import PrefixCache, usable_hit
 from rackplan.simulator.request import Request
 
@@ -19,7 +20,9 @@ from rackplan.simulator.request import Request
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request inside one instance. `prompt_tokens`: what has to be in the KV cache before it decodes;
-    `load_tokens`: what the router counts it with; `place`: in its rank's order of admission."""
+    `load_tokens`: what the router counts it with; `shared_tokens`: of its hit, what others held when it was admitted;
+    `host_tokens`: of its prompt in KV, with what was loaded from host memory, before it is admitted; `place`: in its
+    rank's order of admission."""
 
     request: Request
     rank: int
@@ -28,6 +31,8 @@ class Sequence:
     load_tokens: int = 0
     computed_tokens: int = 0
     cached_tokens: int = 0
+    shared_tokens: int = 0
+    host_tokens: int = 0
     generated_tokens: int = 0
     kv_loaded: bool = False
     finish_step: int = -1
@@ -69,12 +74,14 @@ class Given(NamedTuple):
 class Rank:
     """Queues and prefix cache of one data-parallel rank. `loaded`: requests whose KV came from a prefill instance;
     `partial`: prompts in prefill, in order of admission; `decoding`: in order of their first decode; `admitted`: how
-    many were, ever; `is_saturated`: the last step that might admit a prompt left one waiting."""
+    many were, ever; `is_saturated`: the last step that might admit a prompt left one waiting; `from_host`: requests
+    whose load from host memory the last plan began."""
 
-    __slots__ = ("admitted", "cache", "decoding", "is_saturated", "loaded", "partial", "waiting")
+    __slots__ = ("admitted", "cache", "decoding", "from_host", "host", "is_saturated", "loaded", "partial", "waiting")
 
-    def __init__(self, cache: PrefixCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: PrefixCache, host: HostTier | None = None) -> None:
+        self.cache, self.host = cache, host
+        self.from_host: list[Sequence] = []
         self.loaded: deque[Sequence] = deque()
         self.waiting: deque[Sequence] = deque()
         self.partial: list[Sequence] = []
@@ -168,20 +175,29 @@ def _take_waiting(
     limit = _chunk_limit(rank, pool, given.visible_before_ns)
     while waiting and waiting[0].ready_ns < given.visible_before_ns:
         seq = waiting[0]
-        blocked_by = _no_place(seats, budget, 1) or ("kv_full" if seq.prompt_tokens > room_tokens else None)
-        if blocked_by:
+        if blocked_by := _no_place(seats, budget, 1):
             return started, blocked_by
         cached = _cached_tokens(rank, seq, given.replay_tokens, pool.enable_prefix_caching)
+        over = seq.prompt_tokens - room_tokens
+        if over > 0 and over > (seq.host_tokens or rank.cache.held_tokens(seq.request, cached)):
+            return started, "kv_full"
+        if rank.host and not seq.host_tokens:
+            in_host = rank.host.hit(seq.request, given.replay_tokens)
+            if in_host > cached:
+                waiting.popleft()
+                _load_from_host(rank, seq, cached, in_host)
+                room_tokens -= in_host - seq.shared_tokens
+                continue
         if given.defers and cached < seq.prompt_tokens - 1:
             break
         waiting.popleft()
-        _start_prefill(rank, seq, given.now_ns, cached)
         new = min(seq.prompt_tokens - cached, limit, budget)
+        _start_prefill(rank, seq, given.now_ns, cached, new, pool.enable_prefix_caching)
         started.append(seq)
         chunks.append((seq, new))
         budget -= new
         seats -= 1
-        room_tokens -= cached + new  # the rest of the prompt is not allocated yet
+        room_tokens -= cached + new - seq.shared_tokens  # the rest of the prompt is not allocated yet
     return started, None
 
 
@@ -207,16 +223,29 @@ def _no_place(seats: int, budget: int, tokens: int) -> str | None:
 def _cached_tokens(rank: Rank, seq: Sequence, replay_tokens: int, caching: bool) -> int:
     """Tokens of the prompt that need no prefill."""
     request = seq.request
+    if seq.host_tokens:
+        return seq.host_tokens
     if request.cached_tokens is not None and seq.preemptions == 0:
         return min(request.cached_tokens, request.input_tokens - 1)
     return usable_hit(request, rank.cache.match(request), replay_tokens) if caching else 0
 
 
-def _start_prefill(rank: Rank, seq: Sequence, now_ns: int, cached: int) -> None:
+def _start_prefill(rank: Rank, seq: Sequence, now_ns: int, cached: int, new: int, caching: bool) -> None:
     _admit(rank, seq, now_ns)
-    if seq.request.cached_tokens is None:
-        rank.cache.take(seq.request)
+    if seq.host_tokens:
+        seq.shared_tokens = seq.host_tokens  # held since the load began
+    elif caching:
+        seq.shared_tokens = rank.cache.begin(seq.request, cached)
+    if caching:
+        rank.cache.grow(seq.request, cached + new)
     seq.computed_tokens = cached
     if seq.preemptions == 0:
         seq.cached_tokens = cached
     rank.partial.append(seq)
+
+
+def _load_from_host(rank: Rank, seq: Sequence, cached: int, in_host: int) -> None:
+    """`seq` waits for what host memory has of its prompt behind the `cached` tokens; it takes KV from now on."""
+    seq.shared_tokens = rank.cache.begin(seq.request, cached)
+    seq.computed_tokens, seq.host_tokens = cached, in_host
+    rank.from_host.append(seq)

@@ -5,18 +5,17 @@ arrival -> front end -> router -> aggregated instance -> end.
 """
 
 from array import array
-from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import simpy
 
 from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memory
-from rackplan.simulator.acceptance import Acceptance
-from rackplan.simulator.clock import Clock
+from rackplan.simulator.acceptance import USUAL, Acceptance, Drafting
+from rackplan.simulator.block_cache import BlockCache
+from rackplan.simulator.clock import Clock, Process, Sleeps
 from rackplan.simulator.cost import STEADY, Calibration
 from rackplan.simulator.eplb_run import STEADY_RUN, ExpertRun, eplb_of, served_by
+from rackplan.simulator.faults import Failure, Faults, check_failures
 from rackplan.simulator.frontend import TURNS
 from rackplan.simulator.garbage import rare_collections
 from rackplan.simulator.instance import Instance, TokenGaps
@@ -24,9 +23,9 @@ from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_transfer import KvTransfers
 from rackplan.simulator.launches import DrawnLaunches
 from rackplan.simulator.pool import PoolOfInstances
-from rackplan.simulator.prefix_cache import BlockCache, SessionCache
+from rackplan.simulator.prefix_cache import SessionCache
 from rackplan.simulator.request import NS_PER_MS, NS_PER_S, Load, Request, Source, Workload
-from rackplan.simulator.router import make_router
+from rackplan.simulator.router import LeastRequests, make_router
 from rackplan.simulator.scheduler import Sequence
 from rackplan.simulator.streams import Streams
 
@@ -38,7 +37,8 @@ COLUMNS = 8
 class RunOptions:
     """How to run. Arrivals stop after `duration_s`; what ends before `warmup_s` is not measured; `coalesce=False` takes
     every step by itself (for tests: the results are the same). `drain`: run on until every request has ended.
-    `experts`: what happens to them in the run."""
+    `experts`: what happens to them in the run; `drafting`: how the requests' text suits the draft. `failures`: instances
+    that are lost for a while; `resubmit`: their requests without a token are sent again."""
 
     duration_s: float = 600.0
     warmup_s: float = 0.0
@@ -46,6 +46,9 @@ class RunOptions:
     drain: bool = True
     coalesce: bool = True
     experts: ExpertRun = STEADY_RUN
+    drafting: Drafting = USUAL
+    failures: tuple[Failure, ...] = ()
+    resubmit: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +67,7 @@ class PoolRun:
 class SimResult:
     """One run. Arrays are (finished requests,) in order of their ends; times are integer ns.
 
-    `submitted` = len(finish_ns) + `rejected` + `unfinished`: every arrival has one outcome.
+    `submitted` = len(finish_ns) + `rejected` + `failed` + `unfinished`: every arrival has one outcome.
     """
 
     deployment: Deployment
@@ -84,6 +87,7 @@ class SimResult:
     measured_from_ns: int
     measured_to_ns: int
     drained: bool
+    failed: int = 0
     transfers: int = 0
     transfer_wait_ns: int = 0
     transfer_ns: int = 0
@@ -116,24 +120,36 @@ class _Run:
         self.frontend_ns = round(max(0.0, calibration.frontend_ms - turns_ms) * NS_PER_MS)
         self._all_done = self.env.event()
         self._no_more = False
-        self.submitted = self.rejected = self.in_flight = 0
+        self.submitted = self.rejected = self.failed = self.in_flight = 0
         self.ended = array("q")  # a row of COLUMNS each
         self.limit_tokens = min([deployment.context_limit, *(m.kv_tokens for m in memory)])
         drafts = deployment.speculation.draft_tokens
-        acceptance = Acceptance(drafts, deployment.model_spec.acceptance_length(drafts), streams)
+        length = deployment.model_spec.acceptance_length(drafts, thinking=options.drafting.thinking)
+        acceptance = Acceptance(drafts, length, streams, options.drafting.acceptance_spread)
         hashed = getattr(workload, "hashed", False)  # do its requests state their blocks?
-        router = make_router(deployment.router.policy)
+        router = make_router(deployment.router, streams)
         plans = zip(deployment.pools, memory, strict=True)
         models = [self._models(calibration, pool, plan, acceptance, hashed) for pool, plan in plans]
         flat = [m for group in models for m in group]
         entry = [m for m in flat if m.pool.role != "decode"]
         self.entry = PoolOfInstances(self.env, entry, router, self._prefilled, self._finished)
+        self.faults: Faults | None = None
+        if options.failures:
+            check_failures(options.failures, deployment)
+            self.faults = Faults(
+                self.env,
+                self.entry,
+                options.failures,
+                resubmit=options.resubmit,
+                send=self._send,
+                on_failed=self._failed,
+            )
         self.transfers: KvTransfers | None = None
         self.pools = [self.entry]
         if deployment.disaggregated:
             decode = [m for m in flat if m.pool.role == "decode"]
             # A decode rank has no prefix to prefer: KV comes whole, so load alone counts.
-            pool = PoolOfInstances(self.env, decode, make_router("least_requests"), self._prefilled, self._finished)
+            pool = PoolOfInstances(self.env, decode, LeastRequests(), self._prefilled, self._finished)
             self.pools.append(pool)
             self.transfers = KvTransfers(
                 self.env,
@@ -162,6 +178,9 @@ class _Run:
             coalesce=self.options.coalesce,
             frontend_token_ms=calibration.frontend_token_ms,
             frontend_turn_ms=calibration.frontend_turn_ms,
+            kv_offloading_tokens=plan.kv_offloading_tokens,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            host_gb_s=deployment.gpu_spec.host_gb_s,
         )
         if not one.cost.launch_quantiles:
             return [one] * pool.instances
@@ -172,7 +191,7 @@ class _Run:
     def run(self) -> SimResult:
         env, options = self.env, self.options
         self._prime()
-        env.process(self._arrive())
+        Process(env, self._arrive())
         warmup_ns = round(options.warmup_s * NS_PER_S)
         if warmup_ns:
             env.run(until=warmup_ns)
@@ -192,11 +211,11 @@ class _Run:
         for i, (session, tokens) in enumerate(self.source.primed()):
             self.entry.prime(i, Request(-1, 0, tokens, 0, session=session))
 
-    def _arrive(self) -> Generator[simpy.Event, Any, None]:
+    def _arrive(self) -> Sleeps:
         for request in self.source.arrivals():
             wait = request.arrival_ns + self.frontend_ns - self.env.now
             if wait > 0:
-                yield self.env.timeout(wait)
+                yield wait
             self._submit(request)
         self._no_more = True
         self._check_done()
@@ -207,6 +226,15 @@ class _Run:
         if request.input_tokens + request.output_tokens > self.limit_tokens:
             self.rejected += 1
             self._leave(request)
+            return
+        self._send(request)
+
+    def _failed(self, request: Request) -> None:
+        self.failed += 1
+        self._leave(request)
+
+    def _send(self, request: Request) -> None:
+        if self.faults is not None and self.faults.holds(request):
             return
         instance, rank, load_tokens = self.entry.choose(request)
         instance.receive(Sequence(request, rank, self.env.now, request.input_tokens, load_tokens))
@@ -272,7 +300,8 @@ class _Run:
             pools=self._pool_runs(),
             submitted=self.submitted,
             rejected=self.rejected,
-            unfinished=self.submitted - len(columns[0]) - self.rejected,
+            unfinished=self.submitted - len(columns[0]) - self.rejected - self.failed,
+            failed=self.failed,
             measured_from_ns=warmup_ns,
             measured_to_ns=int(self.env.now),
             drained=self.options.drain,
@@ -285,8 +314,9 @@ class _Run:
         runs = []
         for pool in self.deployment.pools:
             mine = [i for i in self._instances() if i.pool is pool]
-            gpu_ns = {c: sum(i.time.ns[c] for i in mine) for c in mine[0].time.ns}
-            idle = sum(gpu_ns[c] for c in ("idle", "transfer_wait", "kv_full"))
+            causes = dict.fromkeys(c for i in mine for c in i.time.ns)
+            gpu_ns = {c: sum(i.time.ns.get(c, 0.0) for i in mine) for c in causes}
+            idle = sum(gpu_ns.get(c, 0.0) for c in ("idle", "transfer_wait", "kv_full", "failed"))
             total = sum(gpu_ns.values())
             runs.append(
                 PoolRun(

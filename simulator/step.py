@@ -90,9 +90,15 @@ def overlap_ms(
     return wall, leads[:-1], leads[1:]
 
 
-def overlap_one_ms(gpu_ms: Any, floor_ms: float, host_ms: float, lead_ms: float) -> tuple[Any, Any, Any]:
-    """(wall, lead, next lead) of one step, numbers, as in `overlap_ms`."""
+def overlap_one_ms(
+    gpu_ms: Any, floor_ms: float, host_ms: float, lead_ms: float, after_ms: float = 0.0
+) -> tuple[Any, Any, Any]:
+    """(wall, lead, next lead) of one step, numbers, as in `overlap_ms`. `after_ms`: work of the host once the step is
+    launched, while the GPU runs it; where it is longer the next lead is negative: the GPU waits."""
     wall = max(0.0, host_ms - lead_ms) + gpu_ms
+    if after_ms:
+        wall = max(wall, floor_ms - lead_ms)
+        return wall, lead_ms, lead_ms + wall - max(floor_ms + after_ms, host_ms + after_ms, lead_ms)
     if floor_ms <= host_ms:
         return wall, lead_ms, gpu_ms
     wall = max(wall, floor_ms - lead_ms)
@@ -107,6 +113,7 @@ def time_steps(
     balancedness: float,
     *,
     extra_host_ms: float,
+    after_ms: float,
     sync_ms: float,
     async_scheduling: bool,
     lead_ms: float,
@@ -115,6 +122,7 @@ def time_steps(
 ) -> StepTimes:
     """The times of `steps` equal steps that differ only in their growing context; more than one only without prefill.
 
+    `extra_host_ms`: work of the host before the launch, `after_ms` behind it, both of one step alone.
     `lead_ms`, `seen_ms`: as the step before left them. `own_worker`: the worker is a process of its own, as vLLM's is
     where an instance has several GPUs. Then a launch does not hold up the scheduler: it plans the next step, and hands
     on tokens, as soon as a step ends on the GPU.
@@ -128,13 +136,16 @@ def time_steps(
     floor = cost.launch_floor_ms(widest, len(load.prefills))
     host = cost.host_ms(load.requests) + (load.admission_ms + extra_host_ms)
     if not async_scheduling:
-        wall = step_wall_ms(gpu, floor, host, sync_ms, 0.0, async_scheduling)
+        wall = step_wall_ms(gpu, max(floor, after_ms), host, sync_ms, 0.0, async_scheduling)
         none = 0.0 if one else np.zeros(steps)
         return StepTimes(wall, wall - sync_ms, none, none, none, none, 0.0, gpu, slowest, mean, shared)
-    wall, lead, next_lead = (overlap_one_ms if one else overlap_ms)(gpu, floor, host + sync_ms, lead_ms)
+    if one:
+        wall, lead, next_lead = overlap_one_ms(gpu, floor, host + sync_ms, lead_ms, after_ms)
+    else:
+        wall, lead, next_lead = overlap_ms(gpu, floor, host + sync_ms, lead_ms)
     longest: Any = max if one else np.maximum
     without_sync = longest(longest(0.0, host - lead) + gpu, floor - lead)
-    seen, next_seen, launch = lead, next_lead, max(floor, host + sync_ms)
+    seen, next_seen, launch = lead, next_lead, max(floor, host + sync_ms) + after_ms
     if own_worker:
         seen, next_seen, launch = seen_ms if one else np.concatenate([[seen_ms], wall[:-1]]), wall, 0.0
     return StepTimes(wall, without_sync, lead, next_lead, seen, next_seen, launch, gpu, slowest, mean, shared)

@@ -45,6 +45,10 @@ class OneStep:
         at_ns = self.end_ns - self._wall_ns + self.delivery_ns
         return at_ns if at_ns <= now_ns else before_ns
 
+    def wall_ns_at(self, now_ns: int) -> int:
+        """How long the step takes that is under way at `now_ns`."""
+        return self._wall_ns
+
     def sums(self) -> StepSums:
         """Of the step."""
         wall_ms, without_sync_ms, _, _, _, _, _, gpu_ms, attention_ms, mean_ms, shared = self._times
@@ -95,6 +99,10 @@ class StepRun:
     @property
     def next_seen_ms(self) -> float:
         return float(self._times.next_seen_ms[self.steps - 1])
+
+    def wall_ns_at(self, now_ns: int) -> int:
+        """As in OneStep."""
+        return int(self._walls_ns[min(self.steps_done(now_ns), self.steps - 1)])
 
     def sums(self) -> StepSums:
         """Of the steps that are left of it."""

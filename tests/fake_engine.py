@@ -43,6 +43,7 @@ def config_of(argv: list[str]) -> dict:
         "tensor_parallel_size": number(argv, "--tensor-parallel-size", 1),
         "enable_expert_parallel": "--enable-expert-parallel" in argv,
         "enable_eplb": "--enable-eplb" in argv,
+        "enable_dbo": "--enable-dbo" in argv,
         "offload": {"prefetch": {"offload_group_size": 0}},
         "speculative": None,
         "kv_role": transfer.get("kv_role"),

@@ -28,7 +28,8 @@ def test_h200_refits_to_the_embedded_file():
         assert getattr(shipped.coefficients, key) == pytest.approx(value, rel=1e-3), key
     front = (shipped.frontend_ms, shipped.frontend_token_ms, shipped.frontend_turn_ms)
     assert front == pytest.approx((found.front.total_ms, found.front.token_ms, found.front.turn_ms), rel=1e-3)
-    assert shipped.transfer.model_dump() == pytest.approx(campaign.transfer().model_dump(), rel=1e-3)
+    transfer = campaign.transfer(found.front.token_ms)
+    assert shipped.transfer.model_dump() == pytest.approx(transfer.model_dump(), rel=1e-3)
 
 
 def test_h200_v3_refits_to_the_embedded_file():
@@ -60,7 +61,7 @@ def test_dp_sync_predicts_the_measured_all_reduce_at_every_width():
 
 
 def test_kv_transfer_is_what_the_counters_say():
-    found = campaign.transfer()
+    found = campaign.transfer(token_ms=0.1)
     blocks = 2048 / found.block_tokens
     assert blocks * found.per_block_ms == pytest.approx(7.328)  # the mean post of 1P1D at 6 requests/s
     assert 0 < found.setup_ms < 63.1  # of what lay between the prefill's answer and the first token
@@ -92,7 +93,10 @@ def test_h200_holdout_stays_within_its_budget():
 
 def test_fits_use_fit_rows_alone():
     assert all(figures()[id].role == "fit" for id in (*published.FIT_ROWS, *published_v3.FIT_ROWS))
-    assert all(figures()[id].role == "check" for rows in CHECKS.values() for id in rows)
+    # F57 may be fitted to and is not: TP's all-reduces are not modelled.
+    checks = {id for rows in CHECKS.values() for id in rows}
+    assert {id for id in checks if figures()[id].role == "fit"} == {"F57"}
+    assert not checks & {*published.FIT_ROWS, *published_v3.FIT_ROWS}
     with pytest.raises(InputError, match="F06 is a check row"):
         fit_value("F06")
 

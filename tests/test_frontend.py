@@ -14,7 +14,7 @@ from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import calibration_file
 from rackplan.calibration.profile import fit_profile
 from rackplan.calibration.records import ServedRun, Step, StepLog
-from rackplan.calibration.served_log import front_of, host_terms
+from rackplan.calibration.served_log import _seen_s, _way_in_ms, front_of, host_terms
 from rackplan.calibration.serving import replay_served
 from rackplan.simulator.frontend import TURNS
 from rackplan.simulator.request import Load
@@ -44,6 +44,35 @@ def test_an_idle_front_end_takes_its_time_whatever_its_turns():
     one = requests([0.0], 100, 3)
     at = {run(token_ms, turn, one).scheduled_ns[0] for token_ms, turn in ((0.0, 0.0), (0.1, 0.5), (0.1, 2.5))}
     assert at == {10_000_000}
+
+
+def test_requests_that_come_at_once_wait_for_the_turns_of_one_another():
+    # Two instances with one server each: of n requests there, each has its first turns before any has its last.
+    n, turn_ms = 8, 2.0
+    many = run(0.1, turn_ms, requests([0.0] * 2 * n, 100, 1))
+    ready_ms = 10.0 - TURNS * turn_ms
+    first_ms = ready_ms + ((TURNS - 1) * n + 1) * turn_ms
+    assert np.sort(many.scheduled_ns)[0] / 1e6 == pytest.approx(first_ms, abs=1e-5)
+    assert many.first_token_ns.max() / 1e6 > ready_ms + TURNS * n * turn_ms
+
+
+def test_ranks_have_a_server_each():
+    at_once = requests([0.0] * 16, 100, 1)
+    one, two = (run(0.1, 2.0, at_once, dep=dep).scheduled_ns.min() for dep in (1, 2))
+    assert two < one
+
+
+@given(st.floats(2.0, 9.0), st.floats(0.0, 4.0), st.integers(0, 50))
+def test_requests_that_meet_tell_the_work_on_each(work_ms, on_the_way_ms, seed):
+    rng = np.random.default_rng(seed)
+    start_s = np.cumsum(rng.exponential(0.03, 300))
+    output_s = np.arange(0.0, start_s[-1] + 1, 0.002)
+    idle = (output_s + 0.0001).tolist()
+    seen_s = np.sort(_seen_s(start_s.tolist(), output_s.tolist(), idle, on_the_way_ms / 1e3, work_ms / TURNS / 1e3))
+    bounds_s = seen_s - 0.001, seen_s + 0.001
+    way_ms, found_ms = _way_in_ms(start_s, output_s, np.full(len(output_s), 0.0001), bounds_s)
+    assert found_ms == pytest.approx(work_ms, abs=1.0)
+    assert way_ms == pytest.approx(work_ms + on_the_way_ms, abs=1.0)
 
 
 def test_requests_wait_for_the_tokens_of_others_and_no_longer_than_their_turns():

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -19,6 +19,7 @@ from rackplan.cli.main import app, execute
 from rackplan.engine import Deployment, InfeasibleError, InputError, parse_deployment
 from rackplan.engine.changes import restart_needed
 from rackplan.engine.cluster import Cluster
+from rackplan.engine.deployment import RouterPolicy
 from rackplan.engine.manifest_yaml import to_yaml
 from rackplan.engine.manifests import CLUSTER_TARGETS, TARGETS, Rendering, render_cluster, render_shell
 from rackplan.engine.placement import Placement
@@ -413,9 +414,9 @@ def test_one_instance_that_balances_itself_needs_no_router():
 
 
 CARRIED = {
-    "dynamo": {"round_robin": False, "least_requests": True, "least_tokens": False, "prefix_affinity": True},
-    "llm-d": {"round_robin": False, "least_requests": True, "least_tokens": False, "prefix_affinity": False},
-    "lws": dict.fromkeys(("round_robin", "least_requests", "least_tokens", "prefix_affinity"), True),
+    "dynamo": dict.fromkeys(get_args(RouterPolicy), False) | {"least_requests": True, "prefix_affinity": True},
+    "llm-d": dict.fromkeys(get_args(RouterPolicy), False) | {"least_requests": True},
+    "lws": dict.fromkeys(get_args(RouterPolicy), True),
 }
 
 
@@ -700,3 +701,13 @@ def test_deploy_says_what_the_next_plan_restarts_before_it_replaces_the_files(pl
 def test_files_of_a_target_need_a_folder(plan_file, capsys):
     assert execute(app, "rackplan", ["deploy", str(plan_file), "--target", "lws"]) == 2
     assert "--out: missing; give the folder" in capsys.readouterr().err
+
+
+def test_deploy_warns_of_a_plan_that_misses_its_request(plan_file, tmp_path, capsys):
+    args = ["deploy", str(plan_file), "--target", "lws", "--out", str(tmp_path / "o")]
+    assert execute(app, "rackplan", args) == 0
+    assert "Warning" not in capsys.readouterr().err
+    plan = json.loads(plan_file.read_text()) | {"feasible": False, "reason": "P90 TTFT 12 s"}
+    plan_file.write_text(json.dumps(plan))
+    assert execute(app, "rackplan", args) == 0
+    assert f"Warning: {plan_file} does not meet what it was asked for: P90 TTFT 12 s" in capsys.readouterr().err

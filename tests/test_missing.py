@@ -33,6 +33,6 @@ def test_a_narrow_range_asks_for_a_wider_one():
     assert [run.run for run in asked if "up to" in run.run] == ["exact batches with decode batches up to 128 requests"]
 
 
-@pytest.mark.parametrize("term", ["piecewise_floor_ms", "transfer", "admission_token_ms"])
+@pytest.mark.parametrize("term", ["piecewise_floor_ms", "transfer", "admission_token_ms", "frontend_turn_ms"])
 def test_the_embedded_file_says_what_its_runs_left_open(term):
     assert term in {t for run in missing_runs(calibration_file("h200-v2-lite")) for t in run.terms}

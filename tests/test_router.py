@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rackplan.engine.balancing import BLOCK_TOKENS, Backend, Balancer, PrefixHomes, prompt_of
-from rackplan.engine.router import RANK_HEADER, Router
+from rackplan.engine.deployment import Router as Routing
+from rackplan.engine.deployment import RouterPolicy
+from rackplan.engine.router import RANK_HEADER, SESSION_HEADER, Router
 from rackplan.engine.router_config import Instance, RouterConfig
-from rackplan.simulator.request import Request
+from rackplan.simulator.request import NS_PER_S, Request
 from rackplan.simulator.router import RankLoads, make_router
+from rackplan.simulator.streams import Streams
 
 FREE = prompt_of({"prompt": []})
 
@@ -178,47 +181,86 @@ def test_a_body_that_is_no_object_is_a_400(body):
     run(scenario, [FakeInstance()], [])
 
 
-def test_ranks_of_an_instance_are_addressed_by_header():
+def ranks_of(policy: RouterPolicy, ranks: int, asked: list[dict[str, str]]) -> list[str | None]:
+    """To which ranks of one instance requests with these headers go."""
     one = FakeInstance()
-
-    async def scenario(post, router):
-        for _ in range(3):
-            await post({"prompt": "p"})
-        assert [headers.get(RANK_HEADER) for _, headers in one.seen] == ["0", "1", "0"]
 
     async def main() -> None:
         server = await one.serve()
-        config = RouterConfig(
-            port=1, policy="round_robin", entry=(Instance(url=url_of(server), ranks=2),), max_in_flight=9
-        )
-        router = Router(config)
-        front = TestServer(router.app())
+        entry = (Instance(url=url_of(server), ranks=ranks),)
+        front = TestServer(Router(RouterConfig(port=1, policy=policy, entry=entry, max_in_flight=9)).app())
         await front.start_server()
         async with ClientSession() as session:
-
-            async def post(body):
-                async with session.post(front.make_url("/v1/completions"), json=body) as answer:
-                    return await answer.read()
-
-            await scenario(post, router)
+            for headers in asked:
+                async with session.post(
+                    front.make_url("/v1/completions"), json={"prompt": "p"}, headers=headers
+                ) as answer:
+                    await answer.read()
         await front.close()
         await server.close()
 
     asyncio.run(main())
+    return [headers.get(RANK_HEADER) for _, headers in one.seen]
+
+
+def test_ranks_of_an_instance_are_addressed_by_header():
+    assert ranks_of("round_robin", 2, [{}] * 3) == ["0", "1", "0"]
+
+
+def test_sessions_are_told_by_their_header():
+    ranks = ranks_of("session_affinity", 64, [{SESSION_HEADER: name} for name in "abaab"])
+    assert ranks[0] == ranks[2] == ranks[3]
+    assert ranks[1] == ranks[4]
 
 
 @given(
     loads=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 500)), min_size=1, max_size=6),
-    policy=st.sampled_from(["round_robin", "least_requests", "least_tokens", "prefix_affinity"]),
+    policy=st.sampled_from(get_args(RouterPolicy)),
     choices=st.integers(1, 4),
 )
 def test_the_router_chooses_as_the_simulator_does(loads, policy, choices):
     backends = [Backend("u", r, requests=n, tokens=t) for r, (n, t) in enumerate(loads)]
     requests, tokens = np.array(loads).T
-    live, simulated = Balancer(backends, policy), make_router(policy)
+    live, simulated = Balancer(backends, policy, draw=drawn()), make_router(Routing(policy=policy), Streams(0))
     for _ in range(choices):
         want = simulated.choose(Request(0, 0, 1, 1), RankLoads(requests, tokens, {}))
         assert live.choose(FREE).rank == want
+
+
+def drawn() -> Callable[[int], int]:
+    """The simulator's draws."""
+    rng = Streams(0)["router"]
+    return lambda n: int(rng.integers(n))
+
+
+@given(
+    timeout_s=st.sampled_from([None, 5.0, 60.0]),
+    turns=st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 40)), max_size=40),
+)
+def test_a_session_keeps_its_rank_until_its_time_is_out_live_as_simulated(timeout_s, turns):
+    backends = [Backend("u", r) for r in range(8)]
+    live = Balancer(backends, "session_affinity", timeout_s, draw=drawn())
+    simulated = make_router(Routing(policy="session_affinity", affinity_timeout_s=timeout_s), Streams(0))
+    home: dict[int, int] = {}
+    last_s: dict[int, int] = {}
+    loads, now_s = RankLoads(np.zeros(8, int), np.zeros(8, int), home), 0
+    for session, gap_s in turns:
+        now_s += gap_s
+        want = simulated.choose(Request(0, now_s * NS_PER_S, 1, 1, session), loads)
+        prompt = prompt_of({"prompt": []}, None if session < 0 else f"s{session}", float(now_s))
+        assert live.choose(prompt).rank == want
+        if session < 0:
+            continue
+        if session in home and (timeout_s is None or now_s - last_s[session] <= timeout_s):
+            assert want == home[session]
+        home[session], last_s[session] = want, now_s
+
+
+def test_random_choices_reach_every_rank_evenly():
+    router = make_router(Routing(policy="random"), Streams(3))
+    loads = RankLoads(np.array([9, 0, 0, 0]), np.zeros(4, int), {})
+    counts = np.bincount([router.choose(Request(i, 0, 1, 1), loads) for i in range(4000)], minlength=4)
+    assert (abs(counts - 1000) < 5 * 1000**0.5).all()
 
 
 @given(extra=st.integers(0, 400), blocks=st.integers(1, 5))
@@ -229,7 +271,7 @@ def test_a_session_leaves_its_home_when_the_queue_there_outweighs_twice_its_pref
     assert live.choose(prompt) is home
     home.tokens = 7 + extra
     request = Request(0, 0, 1, 1, session=1, reuse_tokens=blocks * BLOCK_TOKENS)
-    want = make_router("prefix_affinity").choose(
+    want = make_router(Routing(policy="prefix_affinity"), Streams(0)).choose(
         request, RankLoads(np.array([0, 0]), np.array([home.tokens, other.tokens]), {1: 0})
     )
     assert live.choose(prompt) is (home, other)[want]

@@ -69,7 +69,9 @@ CHANGED = {
     "max_cudagraph_capture_size": 256,
     "async_scheduling": False,
     "redundant_experts": 0,
+    "enable_dbo": True,
     "offload.group_size": 8,
+    "kv_offloading_gib": 500,
     "offload.num_in_group": 2,
     "offload.prefetch_step": 2,
     "model": "deepseek-v4.1-flash",
@@ -88,6 +90,7 @@ CHANGED = {
 NOT_VLLMS = {
     "dp_sync.algorithm": "one a release: check_renderable refuses the others",
     "router.policy": "the router's",
+    "router.affinity_timeout_s": "the router's",
 }
 """Fields that no flag of vLLM carries, and whose they are. docs/deploying.md has this list."""
 
@@ -106,7 +109,8 @@ def leaves(part: BaseModel, prefix: str = "") -> list[str]:
 
 def changed(field: str, to: Any, *, pool: bool) -> Deployment:
     data = json.loads(json.dumps(BASE))
-    holder = data["pools"][1] if pool else data
+    entry = field == "kv_offloading_gib"  # a prefill pool's
+    holder = data["pools"][0 if entry else 1] if pool else data
     if field == "eplb.enabled":
         data["eplb"] = {}
     *path, last = field.split(".")

@@ -6,6 +6,7 @@ end.
 """
 
 import dataclasses
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,10 +15,17 @@ from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disaggregated, requests, with_kv_tokens
 
 from rackplan.engine import parse_deployment
+from rackplan.engine.deployment import RouterPolicy
+from rackplan.simulator.acceptance import USUAL, Drafting
+from rackplan.simulator.cost import TransferCost
 from rackplan.simulator.eplb_run import ExpertRun
-from rackplan.simulator.metrics import batch_intervals, gpu_time_share, metrics_of
+from rackplan.simulator.kv_transfer import steps_waited
+from rackplan.simulator.metrics import PERCENTILES, batch_intervals, gpu_time_share, metrics_of, percentiles
 from rackplan.simulator.request import Load, Request
 from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.step import overlap_one_ms
+
+DRAFTING = (USUAL, Drafting(thinking=False, acceptance_spread=0.1))
 
 
 def run(deployment, reqs, calibration=None, *, primed=(), **options):
@@ -37,6 +45,7 @@ def streams_of_requests(draw):
         if rng.random() < 0.4:
             r.session = int(rng.integers(0, 6))
             r.reuse_tokens = int(rng.integers(0, r.input_tokens + 1))
+            r.prefix_session = int(rng.integers(-1, 6))
     return out
 
 
@@ -55,17 +64,19 @@ def deployments(draw):
         "async_scheduling": draw(st.booleans()),
     }
     top = {"model": model, "gpu": gpu, "speculation": {"draft_tokens": drafts}}
-    top["router"] = {
-        "policy": draw(st.sampled_from(["round_robin", "least_requests", "least_tokens", "prefix_affinity"]))
-    }
+    top["router"] = {"policy": draw(st.sampled_from(get_args(RouterPolicy)))}
+    if top["router"]["policy"] == "session_affinity":
+        top["router"]["affinity_timeout_s"] = draw(st.sampled_from([None, 0.5]))
+    tier_gib = draw(st.sampled_from([0, 0.05, 1.0]))
     if draw(st.booleans()):
-        deployment = aggregated(**common, instances=draw(st.integers(1, 2)), **ranks_of(ranks))
+        instances = draw(st.integers(1, 2))
+        deployment = aggregated(**common, kv_offloading_gib=tier_gib, instances=instances, **ranks_of(ranks))
         deployment = parse_deployment({**deployment.to_dict(), **top})
         role = "aggregated"
     else:
         cap = draw(st.sampled_from([None, 1, 4]))
         deployment = disaggregated(
-            prefill={**common, "instances": 2, **ranks_of(ranks)},
+            prefill={**common, "instances": 2, "kv_offloading_gib": tier_gib, **ranks_of(ranks)},
             decode={**common, **ranks_of(ranks), "max_new_kv_loads_per_step": cap},
             kv_transfer={"mode": draw(st.sampled_from(["push", "pull"]))},
             **top,
@@ -89,10 +100,21 @@ EXPERT_RUNS = (
 
 
 @settings(max_examples=100)
-@given(deployments(), streams_of_requests(), st.sampled_from(EXPERT_RUNS))
-def test_laws_hold_on_random_deployments(deployment, reqs, experts):
+@given(
+    deployments(),
+    streams_of_requests(),
+    st.sampled_from(EXPERT_RUNS),
+    st.sampled_from(DRAFTING),
+    st.sampled_from([0.001, 0.4]),
+    st.booleans(),
+)
+def test_laws_hold_on_random_deployments(deployment, reqs, experts, drafting, per_block_ms, counts_steps):
     calibration = FakeCalibration(LinearCost(host=0.8, sync=0.3, admission=0.2, floor=7.0), balance=0.8)
-    result = run(deployment, reqs, calibration, experts=experts)
+    calibration.transfer = dataclasses.replace(
+        calibration.transfer, per_block_ms=per_block_ms, counts_steps=counts_steps
+    )
+    how = {"experts": experts, "drafting": drafting}
+    result = run(deployment, reqs, calibration, **how)
     # 1
     assert result.submitted == len(reqs) == len(result.finish_ns) + result.rejected
     assert result.unfinished == 0
@@ -103,11 +125,11 @@ def test_laws_hold_on_random_deployments(deployment, reqs, experts):
         assert min(pool.gpu_ns.values()) >= -1e-3
     assert sum(gpu_time_share(result).values()) == pytest.approx(1.0)
     # 3
-    single = run(deployment, reqs, calibration, coalesce=False, experts=experts)
+    single = run(deployment, reqs, calibration, coalesce=False, **how)
     for name in ("request_id", "first_token_ns", "finish_ns", "cached_tokens", "scheduled_ns"):
         np.testing.assert_array_equal(getattr(result, name), getattr(single, name), err_msg=name)
     # 4
-    assert metrics_of(result) == metrics_of(run(deployment, reqs, calibration, experts=experts))
+    assert metrics_of(result) == metrics_of(run(deployment, reqs, calibration, **how))
     # 5
     if len(result.finish_ns):
         assert (result.arrival_ns <= result.scheduled_ns).all()
@@ -188,6 +210,52 @@ def test_pull_delays_decode_steps_and_push_does_not():
     assert tpot["pull"] > 1.2 * tpot["push"]
 
 
+def test_a_post_costs_decode_steps_only_what_the_gpu_has_to_wait_for():
+    # Steps take 6.5 ms and their launch 3.4: a post of 7.3 behind the launch has 9.6 ms before the GPU runs dry.
+    wall, lead, following = overlap_one_ms(6.5, 0.0, 3.4, 6.5, 7.3)
+    assert (wall, lead) == (6.5, 6.5)
+    assert following == pytest.approx(6.5 + 6.5 - 3.4 - 7.3)
+    late, _, _ = overlap_one_ms(6.5, 0.0, 3.4, following, 0.0)
+    assert late == pytest.approx(6.5 + 3.4 - following)
+    assert overlap_one_ms(6.5, 0.0, 3.4, 6.5, 11.0)[2] < 0
+
+
+@given(st.floats(0.1, 90), st.floats(0.0, 90), st.floats(0.0, 20), st.floats(0.0, 90), st.floats(0.1, 20))
+def test_more_work_behind_a_launch_never_puts_the_host_ahead(gpu, floor, host, lead, after):
+    wall, _, following = overlap_one_ms(gpu, floor, host, lead)
+    wall_after, _, following_after = overlap_one_ms(gpu, floor, host, lead, after)
+    assert wall_after == wall  # this step is launched already
+    assert following - after - 1e-9 <= following_after <= following + 1e-9
+
+
+@pytest.mark.parametrize(("mode", "waits"), [("push", 2.0), ("pull", 2.5)])
+def test_a_hand_over_waits_for_steps_of_the_engine_that_takes_it(mode, waits):
+    # One request decodes in steps of 20 ms without end; a second is handed over meanwhile.
+    reqs = requests([0.0, 1.0], 100, [400, 2])
+    deployment = disaggregated(prefill={"instances": 1}, decode={"dep": 1}, kv_transfer={"mode": mode})
+    calibration = FakeCalibration(LinearCost(fixed_ms=20.0, context_ms=0.0))
+    first = {}
+    for counts in (False, True):
+        calibration.transfer = TransferCost(
+            setup_ms=5.0, per_block_ms=0.0, gb_per_s=50.0, block_tokens=64, counts_steps=counts
+        )
+        result = run(deployment, reqs, calibration)
+        first[counts] = result.first_token_ns[result.request_id == 1][0] / 1e6
+    step_ms = 20.0 + 0.01 + 0.5 + 1e-3
+    assert first[True] - first[False] == pytest.approx(waits * step_ms, abs=step_ms)
+    assert steps_waited(mode == "pull", async_scheduling=True) == waits
+
+
+def test_a_hand_over_to_an_idle_engine_waits_for_no_step():
+    at = {}
+    for counts in (False, True):
+        calibration = FakeCalibration()
+        calibration.transfer = dataclasses.replace(calibration.transfer, counts_steps=counts, per_block_ms=1.0)
+        deployment = disaggregated(decode={"dep": 1}, kv_transfer={"mode": "pull"})
+        at[counts] = run(deployment, requests([0.0], 100, 50), calibration).finish_ns
+    np.testing.assert_array_equal(at[False], at[True])
+
+
 def test_transfers_share_a_link():
     # 40 prompts of 31104 B x 3000 tokens at 1 GB/s take 93 ms each on one receiving link: the last waits for them all.
     calibration = FakeCalibration()
@@ -245,3 +313,8 @@ def test_batch_means_cover_what_other_seeds_say():
     assert covered >= 9  # 95 % of 12, less what a dozen may miss by chance
     short = run(deployment, requests([0.0, 1.0], 500, 50))
     assert batch_intervals(short, metrics_of(short))["ttft_ms"]["mean"] == [metrics_of(short)["ttft_ms"]["mean"]] * 2
+
+
+@given(st.lists(st.one_of(st.floats(0, 1e9), st.integers(0, 3).map(float)), min_size=1, max_size=300))
+def test_percentiles_are_numpys_to_the_bit(values):
+    assert percentiles(np.array(values)) == np.percentile(values, PERCENTILES).tolist()

@@ -11,7 +11,7 @@ from models import FakeCalibration, aggregated
 
 from rackplan.engine import InputError
 from rackplan.simulator.arrivals import TraceWorkload
-from rackplan.simulator.prefix_cache import BlockCache
+from rackplan.simulator.block_cache import BlockCache
 from rackplan.simulator.request import NS_PER_S, Load, Request
 from rackplan.simulator.sessions import SessionWorkload
 from rackplan.simulator.simulate import RunOptions, simulate
@@ -135,6 +135,8 @@ ROW = '{"timestamp": 0, "input_length": 10, "output_length": 5}\n'
         (ROW + ROW.replace("10", "-10"), ":2: input_length=-10 must be at least 1"),
         (ROW + ROW.replace("10", "NaN"), ":2: input_length='nan' is not a number"),
         (ROW + ROW.replace("10", '"ten"'), ":2: input_length='ten' is not a number"),
+        (ROW + ROW.replace("10", "1" + "0" * 400), ":2: input_length='1000"),
+        (ROW + ROW.rstrip() + ROW, ":2: truncated or not JSON (Extra data)"),
         (ROW + ROW.replace("10", "1.5"), ":2: input_length=1.5 is not a whole"),
         (ROW + ROW.replace("5}", "0}"), ":2: output_length=0 must be at least 1"),
         (ROW.replace("5}", '5, "hash_ids": [1, 2]}'), ":1: 2 hash_ids"),
@@ -230,8 +232,8 @@ def test_mooncake_hits_are_those_that_its_authors_count() -> None:
     for request in replay(workload):
         hits += cache.match(request)
         inputs += request.input_tokens
-        cache.take(request)
-        cache.store(request, request.input_tokens)
+        cache.begin(request, 0)
+        cache.end(request, request.input_tokens)
     assert hits / inputs == pytest.approx(0.374, abs=0.0005)
 
 

@@ -28,6 +28,7 @@ from rackplan.engine.manifests import render_cluster
 from rackplan.engine.parser_table import check_command, parser_table
 from rackplan.engine.placement import Placement
 from rackplan.engine.serving import server_commands
+from rackplan.simulator.acceptance import Drafting
 from rackplan.simulator.workloads import parse_workload
 from rackplan.tuner.demand import play_demand
 from rackplan.tuner.evaluate import simulate_document
@@ -365,7 +366,8 @@ def test_u23_the_servers_take_the_gpus_that_the_plan_counts(plan):
 
 # -- U24: default SLOs silently filtered results ------------------------------------------------------------------
 def test_u24_every_effective_input_of_a_plan_is_echoed(plan):
-    assert set(plan["inputs"]) == {f.name for f in fields(PlanRequest)}
+    drafting = {f.name for f in fields(Drafting)}
+    assert set(plan["inputs"]) == {f.name for f in fields(PlanRequest)} - {"drafting"} | drafting
     assert plan["inputs"]["calibration"] == "h200-v2-lite"  # chosen by model and GPU
     assert plan["slo"] == {"p90_interactivity_tok_s_user": 100.0, "p90_ttft_ms": 2000.0}
     assert plan["target"] == {"tps": 5e3, "count": "total", "per": "gpu"}
@@ -381,6 +383,7 @@ def test_u24_every_effective_input_of_a_simulation_is_echoed():
     found = simulated(aggregated(), rate=4.0)
     for key in ("workload", "concurrency", "rate_req_s", "cv", "duration_s", "warmup_s", "calibration", "seed"):
         assert key in found["inputs"]
+    assert {f.name for f in fields(Drafting)} <= set(found["inputs"])
     assert found["inputs"]["calibration"] == "h200-v2-lite"
     assert set(found["deployment"]) == set(Deployment.model_fields)
 

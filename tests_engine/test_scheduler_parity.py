@@ -19,10 +19,11 @@ SAME = {
     "tight": "preemptions",
     "interval": "prompts held between their chunks",
     "turns": "tokens hit",
+    "same_prefix": "tokens hit",
     "remote": "decodes of loaded prompts",
 }
 """Kinds of streams on which every step is the same, and what of each must have happened."""
-DIFFERENT = ("tight_blocks", "tight_turns", "same_prefix", "remote_seats", "interval_of_one_token")
+DIFFERENT = ("tight_blocks", "tight_turns", "remote_seats", "interval_of_one_token")
 TRIED = 100
 
 

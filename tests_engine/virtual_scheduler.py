@@ -7,6 +7,7 @@ same tokens; what each decided comes back as a list of `Step`.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,7 @@ class SimulatorSide:
         )
         self.ranks = Ranks(model, memoryview(bytearray(8)).cast("q"), memoryview(bytearray(8)).cast("q"))
         self.arrivals = Arrivals(stream.asks)
+        self._ids = count()
         self._names: dict[Sequence, str] = {}
         self._loading: list[tuple[Ask, Sequence]] = []
         self._loaded: dict[int, list[Sequence]] = {}
@@ -270,7 +272,7 @@ class SimulatorSide:
             self.ranks.add(seq)
         for ask in self.arrivals.at(number):
             request = Request(
-                len(self._names),
+                next(self._ids),
                 number,
                 len(ask.prompt),
                 len(ask.answer),

@@ -1,6 +1,6 @@
 """What holds a plan back, and what the next GPU buys."""
 
-from rackplan.engine import Deployment
+from rackplan.engine import Deployment, Pool
 from rackplan.tuner.capacity import estimate
 from rackplan.tuner.probe import Probe
 from rackplan.tuner.request import PlanRequest
@@ -9,6 +9,7 @@ from rackplan.tuner.screening import Screening
 TIGHT = 1.08
 """An SLO with less slack than this is what binds."""
 BUSY = 0.9
+LEAST_GAIN = 0.005
 STRANDED = 0.1
 
 
@@ -42,25 +43,30 @@ def _resource(found: Probe, tightest: str, slack: float) -> tuple[str, str]:
     return "offered load", "no SLO is tight at the highest load that was tried"
 
 
-def next_gpu(request: PlanRequest, screening: Screening, found: Probe) -> str:
-    """What one more instance of each pool would add, by the closed form: rates of pools in series."""
-    deployment = found.deployment
+def grown(request: PlanRequest, screening: Screening, deployment: Deployment) -> tuple[float, Pool, Deployment] | None:
+    """(gain of rate, pool, deployment): one more instance of the pool that gains most per GPU, by the closed form; rates
+    of pools in series. None where no single instance raises the rate."""
 
-    def rate_of(grown: Deployment) -> float:
-        return estimate(grown, screening.demand, request.fitted, request.slo, screening.corrections).rate_req_s
+    def rate_of(d: Deployment) -> float:
+        return estimate(d, screening.demand, request.fitted, request.slo, screening.corrections).rate_req_s
 
     now, gains = rate_of(deployment), []
     for i, pool in enumerate(deployment.pools):
         more = pool.model_copy(update={"instances": pool.instances + 1})
         pools = (*deployment.pools[:i], more, *deployment.pools[i + 1 :])
-        then = rate_of(deployment.model_copy(update={"pools": pools}))
-        gain = then / now - 1 if now else 0.0
-        gains.append((gain / pool.gpus_per_instance, gain, pool))
-    _, gain, pool = max(gains, key=lambda g: g[0])
-    grown_gpus = deployment.gpus + pool.gpus_per_instance
-    if gain < 0.005:
+        then = deployment.model_copy(update={"pools": pools})
+        gains.append((rate_of(then) / now - 1 if now else 0.0, pool, then))
+    most = max(gains, key=lambda g: g[0] / g[1].gpus_per_instance)
+    return most if most[0] >= LEAST_GAIN else None
+
+
+def next_gpu(request: PlanRequest, screening: Screening, found: Probe) -> str:
+    """What one more instance would add, by the closed form."""
+    more = grown(request, screening, found.deployment)
+    if more is None:
         return "no single further instance raises the rate; both pools would have to grow"
-    per_gpu = (1 + gain) * deployment.gpus / grown_gpus - 1
+    gain, pool, then = more
+    per_gpu = (1 + gain) * found.deployment.gpus / then.gpus - 1
     return (
         f"one more {pool.role} instance ({pool.gpus_per_instance} GPUs): about {gain:+.1%} throughput, "
         f"{per_gpu:+.1%} per GPU (closed form)"
@@ -108,13 +114,16 @@ def seat_warning(found: Probe) -> list[str]:
 
 def error_warning(request: PlanRequest, found: Probe) -> list[str]:
     """Where the calibration's own error could break the interactivity objective that the simulation meets."""
-    error = request.fitted.file.errors["decode"].holdout_p90_pct / 100
+    errors = request.fitted.file.errors
+    # TPOT of whole runs where some were replayed: launches and the front end are in it, in a step's time they are not.
+    what, key = ("served TPOT is", "served_tpot") if "served_tpot" in errors else ("decode steps are", "decode")
+    error = errors[key].holdout_p90_pct / 100
     reached = found.metrics["interactivity_tok_s_user"]["p90"]
     wanted = request.p90_interactivity_tok_s_user
     lowest = reached * (1 - error)
     if not reached or lowest >= wanted or reached < wanted:
         return []
     return [
-        f"the calibration's decode steps are off by up to {error:.0%} (hold-out P90): P90 interactivity may be as low "
+        f"the calibration's {what} off by up to {error:.0%} (hold-out P90): P90 interactivity may be as low "
         f"as {lowest:.0f} tok/s/user on the rack; to be safe plan with --p90-interactivity {wanted / (1 - error):.0f}"
     ]

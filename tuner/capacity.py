@@ -105,7 +105,7 @@ def _decode_rate(
 ) -> tuple[float, float]:
     """(req/s of the pool, mean TPOT in ms) at the largest batch per rank whose P90 of TPOT meets the SLO."""
     drafts = deployment.speculation.draft_tokens
-    accepted = deployment.model_spec.acceptance_length(drafts)
+    accepted = deployment.model_spec.acceptance_length(drafts, thinking=demand.thinking)
     context = round(demand.input_tokens + demand.output_tokens / 2)
     steps = max(1.0, demand.output_tokens / accepted)
     most = min(pool.max_num_seqs, pool.max_num_batched_tokens // (1 + drafts))

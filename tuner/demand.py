@@ -21,7 +21,7 @@ _KEPT_OUTPUTS = 400
 class Demand:
     """Means per request. `rate_req_s`: requests per second and unit of load (a client, a session tree, or 1 req/s) when
     a request takes `played_e2e_s`; `new_tokens`: prompt tokens that an infinite prefix cache misses;
-    `outputs`: output lengths as they came, some hundreds."""
+    `outputs`: output lengths as they came, some hundreds; `thinking`: see Drafting."""
 
     rate_req_s: float
     played_e2e_s: float
@@ -30,6 +30,7 @@ class Demand:
     new_tokens: float
     longest_tokens: int
     outputs: tuple[int, ...] = ()
+    thinking: bool = True
 
     @property
     def pauses(self) -> bool:

@@ -11,6 +11,7 @@ from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import default_calibration, load_calibration
 from rackplan.engine import Deployment, InfeasibleError, InputError, check_memory
 from rackplan.engine.deployment import DpSync
+from rackplan.simulator.acceptance import USUAL, Drafting
 from rackplan.simulator.arrivals import TraceWorkload
 from rackplan.simulator.eplb_run import STEADY_RUN, ExpertRun
 from rackplan.simulator.request import Load, Workload
@@ -42,6 +43,7 @@ def simulate_document(
     replications: int,
     seed: int,
     run: ExpertRun = STEADY_RUN,
+    drafting: Drafting = USUAL,
 ) -> dict[str, Any]:
     """The contract's simulation document.
 
@@ -55,7 +57,7 @@ def simulate_document(
     load = Load(concurrency=concurrency, rate_req_s=rate, cv=cv)
     check_memory(deployment)
     _check_size(load, duration_s)
-    options = replace(run_options(load, duration_s, seed), experts=run)
+    options = replace(run_options(load, duration_s, seed), experts=run, drafting=drafting)
     found = merge(deployment, load, _replicate(deployment, parsed, load, fitted, options, replications))
     _check_measured(found, duration_s, options.warmup_s)
     inputs = {
@@ -70,6 +72,7 @@ def simulate_document(
         "replications": replications,
         "seed": seed,
         "run": run_document(run),
+        **drafting.to_inputs(),
     }
     return {
         "inputs": inputs,

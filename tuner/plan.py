@@ -7,10 +7,10 @@ import math
 from dataclasses import replace
 
 from rackplan import __version__
-from rackplan.engine import InputError
+from rackplan.engine import Deployment, InputError
 from rackplan.simulator.request import Load
 from rackplan.simulator.simulate import RunOptions
-from rackplan.tuner.binding import binding_of, error_warning, warnings_of
+from rackplan.tuner.binding import binding_of, error_warning, grown, warnings_of
 from rackplan.tuner.demand import Demand, load_of, play_demand
 from rackplan.tuner.document import deployment_document, load_document, provenance_of
 from rackplan.tuner.economics import economics_of
@@ -44,6 +44,7 @@ def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
     report = progress or (lambda text, share: None)
     _check(request)
     demand = play_demand(request.parsed_workload, e2e_s=NOMINAL_E2E_S, duration_s=PLAYED_S, seed=request.seed)
+    demand = replace(demand, thinking=request.drafting.thinking)
     longest, most = demand.longest_tokens, request.model_spec.max_model_len
     if longest > most:
         raise InputError(
@@ -67,7 +68,10 @@ def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
             report("no load meets the SLOs yet: trying from the lightest", 0.75)
             result = search.last_resort(result)
         report("confirming the best with replications", 0.8)
-        confirmed = _confirm(request, demand, workers, _finalists(result))
+        starts = [(t.deployment, t.point.nearest) for t in _finalists(result)]
+        confirmed = _confirm(request, demand, workers, starts)
+        if confirmed and request.achieved_tps(confirmed[0].metrics) < request.target_tps:
+            confirmed = _grow(request, screening, demand, workers, confirmed)
         best = confirmed[0] if confirmed else _closest(result)
         report("drawing the answer's curve", 0.95)
         sweep = _sweep(request, demand, workers, best)
@@ -77,6 +81,7 @@ def make_plan(request: PlanRequest, progress: Progress | None = None) -> dict:
 def _check(request: PlanRequest) -> None:
     """Resolve what can be wrong before anything runs."""
     _ = request.model_spec, request.gpu_spec, request.fitted, request.parsed_workload
+    request.drafting.check_effect(request.model_spec.max_draft_tokens)
 
 
 def _finalists(result: SearchResult) -> list[Trial]:
@@ -92,19 +97,21 @@ def _finalists(result: SearchResult) -> list[Trial]:
     return (first + rest)[:FINALISTS]
 
 
-def _confirm(request: PlanRequest, demand: Demand, workers: Workers, finalists: list[Trial]) -> list[Probe]:
-    """Finalists at the highest load at which every replication meets the SLOs over a longer time, best first: down the
-    ranking until one reaches the target."""
+def _confirm(
+    request: PlanRequest, demand: Demand, workers: Workers, starts: list[tuple[Deployment, Probe]]
+) -> list[Probe]:
+    """Deployments, each from a probe near its edge, at the highest load at which every replication meets the SLOs over a
+    longer time, best first: down the ranking until one reaches the target."""
     tasks = [
         SearchTask(
-            deployment=t.deployment,
-            start=_amount(t.point.nearest.load),
-            options=_long_run(t.point.nearest, request.seed, demand, EDGE_S),
+            deployment=deployment,
+            start=_amount(near.load),
+            options=_long_run(near, request, demand, EDGE_S),
             most_probes=EDGE_PROBES,
             bar=None,
             to_the_edge=True,
         )
-        for t in finalists
+        for deployment, near in starts
     ]
     edges = [p.best for p in workers.search(tasks) if p.best]
     edges.sort(key=lambda p: request.score(p.metrics), reverse=True)
@@ -117,10 +124,25 @@ def _confirm(request: PlanRequest, demand: Demand, workers: Workers, finalists: 
     return sorted(confirmed, key=lambda p: request.score(p.metrics), reverse=True)
 
 
+def _grow(
+    request: PlanRequest, screening: Screening, demand: Demand, workers: Workers, confirmed: list[Probe]
+) -> list[Probe]:
+    """With one instance more of what binds the best, where GPUs are left and the closed form promises more by it: the
+    search sizes pools for rates that short runs saw, and longer ones see less of a cache."""
+    best = confirmed[0]
+    more = grown(request, screening, best.deployment)
+    if more is None or more[2].gpus > request.gpus:
+        return confirmed
+    gain, _, deployment = more
+    load = load_of(request.parsed_workload, (1 + gain) * _amount(best.load))
+    found = _confirm(request, demand, workers, [(deployment, replace(best, load=load))])
+    return sorted([*confirmed, *found], key=lambda p: request.score(p.metrics), reverse=True)
+
+
 def _replicate(request: PlanRequest, demand: Demand, workers: Workers, edge: Probe) -> Probe | None:
     """Replications with other seeds; the load gives way until the 95 % intervals of all SLOs are on the right side, and
     every replication too. None if it would not."""
-    load, options = edge.load, _long_run(edge, request.seed, demand, CONFIRMED_S)
+    load, options = edge.load, _long_run(edge, request, demand, CONFIRMED_S)
     for _ in range(MOST_RETREATS):
         tasks = [
             RunTask(deployment=edge.deployment, load=load, options=replace(options, seed=request.seed + 1 + i))
@@ -146,11 +168,11 @@ def _amount(load: Load) -> float:
     return float(load.concurrency or load.rate_req_s or 1.0)
 
 
-def _long_run(found: Probe, seed: int, demand: Demand, least_measured_s: float) -> RunOptions:
+def _long_run(found: Probe, request: PlanRequest, demand: Demand, least_measured_s: float) -> RunOptions:
     """Long enough for a closed loop to settle: its queue takes a unit's whole cycle, think time included, and its
     decode batch the life of all but the longest requests."""
     metrics = found.metrics
-    short = horizon(metrics["e2e_ms"]["p90"] / 1e3, seed, demand)
+    short = horizon(metrics["e2e_ms"]["p90"] / 1e3, request, demand)
     served = max(1e-9, metrics["request_throughput_req_s"])
     cycle_s = min(MOST_CYCLE_S, (found.load.concurrency or 0) / served)
     lives_s = min(MOST_LIVES_S, metrics["e2e_ms"]["p99"] / 1e3)
@@ -165,7 +187,7 @@ def _closest(result: SearchResult) -> Probe:
 
 def _sweep(request: PlanRequest, demand: Demand, workers: Workers, best: Probe) -> list[Probe]:
     loads = [load_of(request.parsed_workload, s * _amount(best.load)) for s in SWEEP]
-    options = horizon(best.metrics["e2e_ms"]["p90"] / 1e3, request.seed, demand)
+    options = horizon(best.metrics["e2e_ms"]["p90"] / 1e3, request, demand)
     tasks = [RunTask(deployment=best.deployment, load=load, options=options) for load in loads]
     return [merge(t.deployment, t.load, [run]) for t, run in zip(tasks, workers.run(tasks), strict=True)]
 

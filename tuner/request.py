@@ -6,6 +6,7 @@ from functools import cached_property
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import default_calibration, load_calibration
 from rackplan.engine import GpuSpec, InputError, ModelSpec, gpu_spec, model_spec
+from rackplan.simulator.acceptance import USUAL, Drafting
 from rackplan.simulator.request import Workload
 from rackplan.simulator.workloads import parse_workload
 from rackplan.tuner.slo import Slo
@@ -31,6 +32,7 @@ class PlanRequest:
     seed: int
     trials: int
     calibration: str | None = None
+    drafting: Drafting = USUAL
 
     @property
     def slo(self) -> Slo:
@@ -96,4 +98,5 @@ class PlanRequest:
             "seed": self.seed,
             "trials": self.trials,
             "calibration": self.calibration_name,
+            **self.drafting.to_inputs(),
         }

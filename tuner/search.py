@@ -72,12 +72,14 @@ class SearchResult:
     layouts: list[Candidate]
 
 
-def horizon(e2e_s: float, seed: int, demand: Demand) -> RunOptions:
+def horizon(e2e_s: float, request: PlanRequest, demand: Demand) -> RunOptions:
     """A short run: a life of a request to warm up, two where all clients start at once and their first requests queue
     like none after them; and a life to measure."""
     warmup = max(14.0, (1.1 if demand.pauses else 2.1) * e2e_s)
     measured = max(10.0, e2e_s)
-    return RunOptions(duration_s=warmup + measured, warmup_s=warmup, seed=seed, drain=False)
+    return RunOptions(
+        duration_s=warmup + measured, warmup_s=warmup, seed=request.seed, drain=False, drafting=request.drafting
+    )
 
 
 def offered_layouts(screened: list[Candidate]) -> list[Candidate]:
@@ -219,7 +221,7 @@ class Search:
         return SearchTask(
             deployment=candidate.deployment,
             start=self._start_load(candidate, e2e_s),
-            options=horizon(e2e_s, self.request.seed, self.demand),
+            options=horizon(e2e_s, self.request, self.demand),
             most_probes=PROBES,
             bar=bar,
         )

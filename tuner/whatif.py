@@ -5,6 +5,7 @@ from typing import Any
 import yaml
 
 from rackplan.engine import Deployment, Eplb, InputError, parse_deployment
+from rackplan.simulator.acceptance import USUAL, Drafting
 from rackplan.tuner.evaluate import simulate_document
 from rackplan.tuner.run_settings import CONDITIONS, PREFIX, expert_run, run_document
 
@@ -38,6 +39,7 @@ def compare(
     calibration: str | None,
     replications: int,
     seed: int,
+    drafting: Drafting = USUAL,
 ) -> dict[str, Any]:
     """{"base", "changed": simulation documents, "changes", "moved", "why"}.
 
@@ -46,6 +48,7 @@ def compare(
     fit its GPUs."""
     of_run = [(key.removeprefix(PREFIX), text) for key, text in changes if key.startswith(PREFIX)]
     changed, effective = apply_changes(base, [pair for pair in changes if not pair[0].startswith(PREFIX)])
+    drafting.check_effect(max(d.speculation.draft_tokens for d in (base, changed)))
     values = values_of(of_run)
     run = expert_run(values, changed, f"--set {PREFIX}")
     always = expert_run({k: v for k, v in values.items() if k in CONDITIONS}, changed, f"--set {PREFIX}")
@@ -60,6 +63,7 @@ def compare(
         "calibration": calibration,
         "replications": replications,
         "seed": seed,
+        "drafting": drafting,
     }
     before = simulate_document(base, **load, run=always)
     after = simulate_document(changed, **load, run=run)

@@ -47,6 +47,7 @@ CONFIG = {
     "data_parallel_rank": "parallel_config.data_parallel_index",
     "enable_expert_parallel": "parallel_config.enable_expert_parallel",
     "enable_eplb": "parallel_config.enable_eplb",
+    "enable_dbo": "parallel_config.enable_dbo",
     "enable_prefix_caching": "cache_config.enable_prefix_caching",
     "gpu_memory_utilization": "cache_config.gpu_memory_utilization",
     "kv_cache_memory_bytes": "cache_config.kv_cache_memory_bytes",

@@ -1,0 +1,113 @@
+"""A KV tier in host memory: what HBM lost is loaded over the host link instead of computed, and waited for."""
+
+import json
+
+import pytest
+from models import FakeCalibration, GivenRequests, aggregated, disaggregated, with_kv_tokens
+
+from rackplan.engine import InputError, parse_deployment, plan_memory
+from rackplan.engine.placement import Placement
+from rackplan.engine.serving import server_commands
+from rackplan.simulator.host_tier import HostTier
+from rackplan.simulator.prefix_cache import SessionCache
+from rackplan.simulator.request import Load, Request
+from rackplan.simulator.simulate import RunOptions, simulate
+
+CUDA = Placement(hosts=("h0", "h1", "h2"), model="m")
+LONG = 3000
+
+
+def turns(others: int, at_ms: float = 4000) -> list[Request]:
+    """A session's turn, `others` that push it out of HBM, and its next turn."""
+    first = Request(0, 0, LONG, 2, session=0)
+    between = [Request(i, i * 200_000_000, LONG, 2, session=i) for i in range(1, others + 1)]
+    return [first, *between, Request(99, round(at_ms * 1e6), LONG + 200, 2, session=0, reuse_tokens=LONG)]
+
+
+def run(gib: float, reqs: list[Request], **options):
+    deployment = with_kv_tokens(aggregated(kv_offloading_gib=gib), "aggregated", 5000)
+    return simulate(deployment, GivenRequests(reqs), Load(), FakeCalibration(), RunOptions(**options))
+
+
+def of(result, name, request_id):
+    return int(getattr(result, name)[result.request_id == request_id][0])
+
+
+def test_what_hbm_lost_is_loaded_in_the_time_that_its_bytes_take():
+    without, with_tier = run(0, turns(4)), run(4, turns(4))
+    assert of(without, "cached_tokens", 99) == 0
+    assert of(with_tier, "cached_tokens", 99) == LONG // 16 * 16
+    deployment = aggregated()
+    load_ns = LONG // 16 * 16 * deployment.model_spec.kv_bytes_per_token / deployment.gpu_spec.host_gb_s
+    waits = of(with_tier, "scheduled_ns", 99) - of(with_tier, "arrival_ns", 99)
+    assert waits == pytest.approx(load_ns, abs=2)
+    saved_ms = (of(without, "first_token_ns", 99) - of(with_tier, "first_token_ns", 99)) / 1e6
+    computed_ms = 0.01 * (LONG // 16 * 16)  # LinearCost's tokens; its pairs add some
+    assert saved_ms == pytest.approx(computed_ms - load_ns / 1e6, rel=0.1)
+
+
+def test_waiting_for_host_memory_is_a_cause_of_its_own():
+    assert run(4, turns(4)).pools[0].gpu_ns["transfer_wait"] > 0
+    assert run(0, turns(4)).pools[0].gpu_ns["transfer_wait"] == 0
+
+
+def test_the_least_recently_used_goes_when_host_memory_is_full():
+    fits = aggregated().model_spec.kv_bytes_per_token * LONG * 3 / 2**30
+    assert of(run(fits, turns(2)), "cached_tokens", 99) > 0
+    assert of(run(fits, turns(4)), "cached_tokens", 99) == 0
+
+
+def test_a_hit_in_hbm_needs_no_load():
+    result = run(4, turns(0))
+    assert of(result, "cached_tokens", 99) == LONG // 16 * 16
+    assert result.pools[0].gpu_ns["transfer_wait"] == 0
+
+
+def test_loads_take_the_link_one_after_the_other():
+    tier = HostTier(SessionCache(), 10_000, token_bytes=100.0, bytes_per_ns=50.0)
+    assert [tier.load_ns(1000, 0), tier.load_ns(1000, 500), tier.load_ns(1000, 9000)] == [2000, 3500, 2000]
+
+
+@pytest.mark.parametrize("coalesce", [True, False])
+def test_loads_beside_running_requests_change_no_outcome(coalesce):
+    busy = [Request(200 + i, i * 150_000_000, 500, 400) for i in range(25)]
+    reqs = sorted(turns(4) + busy, key=lambda r: r.arrival_ns)
+    result = run(4, reqs, coalesce=coalesce)
+    assert len(result.finish_ns) == len(reqs)
+    assert of(result, "finish_ns", 99) == of(run(4, reqs), "finish_ns", 99)
+
+
+def test_vllm_is_told_of_it_and_keeps_nixl_in_a_prefill_pool():
+    (alone,) = server_commands(aggregated(kv_offloading_gib=100), CUDA)
+    assert alone.argv[alone.argv.index("--kv-offloading-size") + 1] == "100"
+    command = server_commands(disaggregated(prefill={"instances": 1, "kv_offloading_gib": 1}), CUDA)[0]
+    config = json.loads(command.argv[command.argv.index("--kv-transfer-config") + 1])
+    assert (config["kv_connector"], config["kv_role"]) == ("MultiConnector", "kv_producer")
+    nixl, host = config["kv_connector_extra_config"]["connectors"]
+    assert nixl["kv_connector"] == "NixlPushConnector"
+    assert host["kv_connector_extra_config"] == {"cpu_bytes_to_use": 2**30}
+
+
+def test_the_memory_plan_says_how_many_tokens_it_holds():
+    deployment = aggregated(kv_offloading_gib=1)
+    plan = plan_memory(deployment, deployment.pools[0])
+    assert plan.kv_offloading_tokens == int(2**30 / deployment.model_spec.kv_bytes_per_token)
+
+
+@pytest.mark.parametrize(
+    ("pool", "says"),
+    [
+        ({"enable_prefix_caching": False}, "aggregated.kv_offloading_gib=5 has no effect: enable_prefix_caching=false"),
+        ({"kv_offloading_gib": -1}, "aggregated.kv_offloading_gib=.*-1"),
+    ],
+)
+def test_a_tier_without_effect_is_refused(pool, says):
+    with pytest.raises(InputError, match=says):
+        aggregated(**{"kv_offloading_gib": 5, **pool})
+
+
+def test_a_decode_pool_has_no_tier():
+    data = disaggregated().to_dict()
+    data["pools"][1]["kv_offloading_gib"] = 5
+    with pytest.raises(InputError, match="decode.kv_offloading_gib=5 has no effect"):
+        parse_deployment(data)
