@@ -37,8 +37,8 @@ COLUMNS = 8
 class RunOptions:
     """How to run. Arrivals stop after `duration_s`; what ends before `warmup_s` is not measured; `coalesce=False` takes
     every step by itself (for tests: the results are the same). `drain`: run on until every request has ended.
-    `experts`: what happens to them in the run; `drafting`: how the requests' text suits the draft. `failures`: instances
-    that are lost for a while; `resubmit`: their requests without a token are sent again."""
+    `experts`: what happens to them in the run; `drafting`: how the requests' text suits the draft; `failures`:
+    instances that are lost for a while; `resubmit`: their requests without a token are sent again."""
 
     duration_s: float = 600.0
     warmup_s: float = 0.0

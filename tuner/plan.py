@@ -100,8 +100,8 @@ def _finalists(result: SearchResult) -> list[Trial]:
 def _confirm(
     request: PlanRequest, demand: Demand, workers: Workers, starts: list[tuple[Deployment, Probe]]
 ) -> list[Probe]:
-    """Deployments, each from a probe near its edge, at the highest load at which every replication meets the SLOs over a
-    longer time, best first: down the ranking until one reaches the target."""
+    """Deployments, each from a probe near its edge, at the highest load at which every replication meets the SLOs over
+    a longer time, best first: down the ranking until one reaches the target."""
     tasks = [
         SearchTask(
             deployment=deployment,
