@@ -9,6 +9,7 @@ from rackplan.calibration.readers.profile_folder import Profile, ProfileRun
 from rackplan.calibration.served_log import Front, front_of
 from rackplan.calibration.serving import ttft_beyond_ms
 from rackplan.engine import Deployment, gpu_spec
+from rackplan.simulator.frontend import TURNS
 
 TRANSFER_SHARE_OF_LINK = 0.6
 """Of one way of the link: what a hand-over reaches where none was measured."""
@@ -58,7 +59,10 @@ def with_frontend(profile: Profile, draft: CalibrationFile) -> CalibrationFile:
             logged_terms = {f"frontend_{key}": value for key, value in parts.items()}
             return draft.model_copy(update={**logged_terms, "notes": (*draft.notes, note)})
         tokens = {key: getattr(base, key) for key in FRONT_TERMS}
-        draft = draft.model_copy(update={**tokens, "carried": (*draft.carried, *FRONT_TERMS)})
+        # The replay takes the turns; what clients saw beyond it comes on top.
+        least_ms = TURNS * base.frontend_turn_ms
+        known = {**tokens, "frontend_ms": least_ms, "carried": (*draft.carried, *FRONT_TERMS)}
+        draft = draft.model_copy(update=known)
     found = _beyond_ms(profile, draft, disaggregated=False)
     if found is None:
         note = f"The front end is carried from {CARRIED_FROM}: no aggregated run was measured."
@@ -66,7 +70,7 @@ def with_frontend(profile: Profile, draft: CalibrationFile) -> CalibrationFile:
         return draft.model_copy(update={**update, "notes": (*draft.notes, note)})
     name, ms = found
     note = f"The front end is the median TTFT of run {name} beyond its replay, the least of all aggregated runs."
-    return draft.model_copy(update={"frontend_ms": ms, "notes": (*draft.notes, note)})
+    return draft.model_copy(update={"frontend_ms": draft.frontend_ms + ms, "notes": (*draft.notes, note)})
 
 
 def with_transfer(profile: Profile, draft: CalibrationFile) -> CalibrationFile:
