@@ -105,9 +105,9 @@ NOTES = (
     "Admission is carried from the published GB300 figure F51; not measured here.",
     "DP sync is the all-reduce alone on one host; 2 ranks of NCCL stand for any number.",
     "KV transfer is NIXL's pull over NVLink at 3,000 descriptors a prompt: its rate (8 GB/s) is theirs, not the "
-    "link's. Set-up holds the decode server's front end and the post; steps of the decode engine are counted apart.",
-    "The front end's work on a request (7 ms; 5.5 to 9 fit as well) is of one run's pairs that met; a burst "
-    "of 256 was taken in at 4 ms each.",
+    "link's. The set-up holds the decode server's front end and the post; steps of its engine are counted apart.",
+    "The front end's work on a request (7 ms; 5.5 to 9 fit as well) is of pairs of requests that met in one run; a "
+    "burst of 256 was taken in at 4 ms each.",
     "decode_48_60000 on DEP2 is left out: 11 ms more than its bytes take, in one row (calibration/h200_rows.py).",
     "Launches of eager steps took 55 to 132 ms, as other processes shared the CPU: they are drawn from the quantiles "
     "of four runs, each following the one before, and a step waits for the latest rank that prefills. Means of runs "

@@ -44,8 +44,8 @@ def _resource(found: Probe, tightest: str, slack: float) -> tuple[str, str]:
 
 
 def grown(request: PlanRequest, screening: Screening, deployment: Deployment) -> tuple[float, Pool, Deployment] | None:
-    """(gain of rate, pool, deployment): one more instance of the pool that gains most per GPU, by the closed form (rates
-    of pools in series). None where no single instance raises the rate."""
+    """(gain of rate, pool, deployment): one more instance of the pool that gains most per GPU by the closed form, rates
+    of pools in series. None where no single instance raises the rate."""
 
     def rate_of(d: Deployment) -> float:
         return estimate(d, screening.demand, request.fitted, request.slo, screening.corrections).rate_req_s
