@@ -77,16 +77,15 @@ def served_by(calibration: Calibration, deployment: Deployment, pool: Pool) -> C
 
     @cache
     def served(placed: PlacedAt) -> Served:
-        if_other = () if placed == STEADY else (placed,)
         known: dict[int, float] = {}
 
         def balancedness(tokens_per_rank: float) -> float:
             bucket = int(tokens_per_rank).bit_length()
             if bucket not in known:
-                known[bucket] = calibration.balancedness(deployment, pool, tokens_per_rank, *if_other)
+                known[bucket] = calibration.balancedness(deployment, pool, tokens_per_rank, placed)
             return known[bucket]
 
-        return Served(calibration.pool_cost(deployment, pool, *if_other), balancedness)
+        return Served(calibration.pool_cost(deployment, pool, placed), balancedness)
 
     return served
 

@@ -52,6 +52,21 @@ def step_ms(dep: int, redundant: int | None, requests: int) -> tuple[float, floa
     return even, sum(gpu_terms_ms(cost, batch, dep=dep, drafts=5, balancedness=even).values())
 
 
+def served(deployment: Deployment, workload: str, *, concurrency: int) -> dict:
+    """What 20 s of a closed loop come to."""
+    return simulate_document(
+        deployment,
+        workload=workload,
+        concurrency=concurrency,
+        rate=None,
+        cv=1.0,
+        duration_s=20.0,
+        calibration=None,
+        replications=1,
+        seed=0,
+    )
+
+
 # -- U6: balancedness rose and throughput fell --------------------------------------------------------------------
 def test_u6_eplb_can_balance_and_still_be_slower():
     """At DEP8 a step of 16 requests reads every expert, and replicas are read too."""
@@ -66,17 +81,7 @@ def test_u6_a_synchronous_eplb_that_stops_often_loses_what_it_balances():
     def output_tok_s(eplb: dict) -> float:
         pool = {"role": "aggregated", "instances": 1, "dep": 32, "max_num_batched_tokens": 4096}
         deployment = {"model": V41, "gpu": GB300, "pools": [pool], "speculation": {"draft_tokens": 5}, "eplb": eplb}
-        found = simulate_document(
-            parse_deployment(deployment),
-            workload="fixed:1024/512",
-            concurrency=1024,
-            rate=None,
-            cv=1.0,
-            duration_s=20.0,
-            calibration=None,
-            replications=1,
-            seed=0,
-        )
+        found = served(parse_deployment(deployment), "fixed:1024/512", concurrency=1024)
         return found["metrics"]["throughput_output_tok_s_per_gpu"]
 
     off = output_tok_s({})
@@ -136,17 +141,7 @@ def test_u9_a_request_alone_on_eight_ranks_waits_for_seven_dummy_batches():
 
     def tpot_ms(dep: int) -> float:
         deployment, pool = deployment_of("deepseek-v2-lite", "h200", dep=dep)
-        found = simulate_document(
-            deployment,
-            workload="fixed:256/256",
-            concurrency=1,
-            rate=None,
-            cv=1.0,
-            duration_s=20.0,
-            calibration=None,
-            replications=1,
-            seed=0,
-        )
+        found = served(deployment, "fixed:256/256", concurrency=1)
         shares = found["pools"][0]["gpu_time_share"]
         assert (shares["dp_imbalance"] > 0.5) == (dep == 8)
         return found["metrics"]["tpot_ms"]["p50"]
