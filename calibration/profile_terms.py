@@ -73,6 +73,8 @@ def coefficients_of(profile: Profile, fit: GpuFit, solution: Solution, errors: d
     }
     unmeasured = [*SYNC, *ADMISSION, *(() if wall else (*LAUNCHES, *HOST))]
     unmeasured += [k for k in fit.assumed if k not in BY_PHYSICS]
+    if not any(r.batch.chunks > 1 for r in profile.rows):
+        unmeasured.append("prefill_chunk_ms")  # told apart from what any prefill costs by served steps alone
     found = Found(coefficients=values, carried=tuple(unmeasured), errors=errors)
     steps = _steps(profile, fit, solution)
     found = _with_loop(found, [s for s in steps if s.dep == 1] or steps, steps, wall)
