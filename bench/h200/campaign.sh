@@ -51,7 +51,7 @@ repeat)
     # batches that profile_dep1 has are not timed again.
     known="$HERE/../../calibration/data/h200_dsv2lite/profile_dep1/forward_dep1.csv"
     for tokens in 8192 2048; do
-        mkdir -p "$R/repeat_$tokens"; cp -n "$known" "$R/repeat_$tokens/"; known="$R/repeat_$tokens/forward_dep1.csv"
+        mkdir -p "$R/repeat_$tokens"; [ -e "$R/repeat_$tokens/forward_dep1.csv" ] || cp "$known" "$R/repeat_$tokens/"; known="$R/repeat_$tokens/forward_dep1.csv"
         repeats=$([ $tokens = 8192 ] && echo 4 || echo 1)
         limit 900 "${RACKPLAN[@]}" profile deepseek-v2-lite --checkpoint /tmp/models/dsv2lite --out "$R/repeat_$tokens" --repeats $repeats \
             --max-num-batched-tokens $tokens --budget "${BUDGET:-13m}"

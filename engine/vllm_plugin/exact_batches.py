@@ -45,14 +45,13 @@ def parse_case(text: str) -> ForwardCase:
             chunks = n, q, k - q
         else:
             raise InputError(f"--case {text}: {part} is a second kind of chunk or of decode; one of each a case")
-    (count, new_tokens, cached), (batch_size, kv_len) = chunks, decodes
     return ForwardCase(
         own_name=name,
-        chunks=count,
-        new_tokens=new_tokens,
-        context_tokens=cached,
-        decode_batch=batch_size,
-        decode_kv_len=kv_len,
+        chunks=chunks[0],
+        new_tokens=chunks[1],
+        context_tokens=chunks[2],
+        decode_batch=decodes[0],
+        decode_kv_len=decodes[1],
     )
 
 
