@@ -2,6 +2,7 @@
 work that async scheduling does not hide, and the front end. One aggregated rank whose worker shares its process."""
 
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -17,10 +18,19 @@ MOST_REQUEST_MS = 40.0
 COARSE_MS, FINE_MS = 1.0, 0.5
 
 
-def host_terms(log: StepLog, captured_tokens: int) -> dict[str, float]:
-    """Host work of a decode step and of a request, ms: the time from the begin of a decode step behind an eager one to
-    that of the next. The GPU ended when the eager launch did, so nothing hides it. Theil-Sen, since some eager steps
-    are bound by the GPU; only those of one prompt count. Empty where fewer than LEAST_STEPS tell."""
+def host_terms(logs: Iterable[StepLog], captured_tokens: int) -> dict[str, float]:
+    """Host work of a decode step and of a request, ms: mean over the logs that tell, empty where none does."""
+    found = [terms for log in logs if (terms := _host_terms(log, captured_tokens))]
+    if not found:
+        return {}
+    step_ms, request_ms = np.mean(found, axis=0).tolist()
+    return {"host_step_ms": step_ms, "host_request_ms": request_ms}
+
+
+def _host_terms(log: StepLog, captured_tokens: int) -> tuple[float, float] | None:
+    """The time from the begin of a decode step behind an eager one to that of the next, a constant and a part per
+    request. The GPU ended when the eager launch did, so nothing hides it. Theil-Sen, since some eager steps are bound
+    by the GPU; only those of one prompt count. None where fewer than LEAST_STEPS tell."""
     requests, ms = [], []
     for before, step, after in zip(log.steps, log.steps[1:], log.steps[2:], strict=False):
         eager = len(before.prefill) == 1 and before.prefill[0][0] > captured_tokens
@@ -28,9 +38,9 @@ def host_terms(log: StepLog, captured_tokens: int) -> dict[str, float]:
             requests.append(step.decode_requests)
             ms.append((after.t_s - step.t_s) * 1e3)
     if len(ms) < LEAST_STEPS or len(set(requests)) < 2:
-        return {}
+        return None
     slope, fixed, *_ = theilslopes(ms, requests)
-    return {"host_step_ms": max(0.0, float(fixed)), "host_request_ms": max(0.0, float(slope))}
+    return max(0.0, float(fixed)), max(0.0, float(slope))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +51,12 @@ class Front:
     total_ms: float
     token_ms: float
     turn_ms: float
+
+
+def mean_front(fronts: Sequence[Front]) -> Front:
+    """Of several runs alike."""
+    total, token, turn = np.mean([(f.total_ms, f.token_ms, f.turn_ms) for f in fronts], axis=0).tolist()
+    return Front(total_ms=total, token_ms=token, turn_ms=turn)
 
 
 def front_of(run: ServedRun, log: StepLog) -> Front | None:
