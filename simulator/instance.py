@@ -299,7 +299,7 @@ class Instance:
         self.kv_loading -= 1
         seq.ready_ns = self.env.now
         self.ranks.add_loaded(seq)
-        self._stir(seq.rank, kv_loaded=False)
+        self._stir(seq.rank, kv_loaded=True)
 
     def _wait_for_work(self) -> Sleeps:
         self._idle_since = self.env.now
