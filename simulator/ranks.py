@@ -50,7 +50,6 @@ class Ranks:
         r = seq.rank
         self.batch.held[r] -= seq.prompt_tokens
         self._leave_cached(seq, seq.prompt_tokens)
-        self._leave(seq)
         if r in self._busy and self.blocked.get(r) == "kv_full":
             del self.blocked[r]
             return True
@@ -245,11 +244,12 @@ class Ranks:
             self._end(seq, seq.prompt_tokens)
 
     def _end(self, seq: Sequence, tokens: int) -> None:
-        self._leave(seq)
+        self.leave(seq)
         self._leave_cached(seq, tokens)
         self.outputs.append((seq, True))
 
-    def _leave(self, seq: Sequence) -> None:
+    def leave(self, seq: Sequence) -> None:
+        """The router counts `seq` no more."""
         self.load[seq.rank] -= 1
         self.load_tokens[seq.rank] -= seq.load_tokens
 
