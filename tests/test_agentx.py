@@ -8,7 +8,7 @@ import pytest
 
 from rackplan.simulator.agentx import AGENTX, generate_trees, published, session_statistics
 from rackplan.simulator.request import Load
-from rackplan.simulator.sessions import SessionTree
+from rackplan.simulator.session_tree import SessionTree
 from rackplan.simulator.streams import Streams
 from rackplan.simulator.workloads import parse_workload
 
