@@ -1,10 +1,9 @@
 """The closed loop that replays session trees.
 
 Replay rules, after the AgentX benchmark: concurrency is the number of live trees (lanes); a lane that ends its tree
-takes the next one, from the start; sub-agents cost no concurrency. AgentX caps the time in which a tree has nothing in
-flight at 300 s by moving its timers forward. Here each delay is capped at 300 s, which is the same unless a longer one
-overlaps with running sub-agents (it then ends up to their run time earlier). A tree's start is drawn by the time of its
-main stream under those caps.
+takes the next one, from the start; sub-agents cost no concurrency. The time in which a tree has nothing in flight is
+at most 300 s: where it would be longer, all its timers move forward. A lane's start is drawn by the time of its tree's
+main stream, on which each delay is at most 300 s; each stream in play there is primed once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +14,12 @@ import numpy as np
 
 from rackplan.simulator.arrivals import check_load, gamma_times
 from rackplan.simulator.request import NS_PER_S, Load, Request, Source
-from rackplan.simulator.session_tree import MAX_DELAY_S, SessionTree, Stream, Turn, service_s
+from rackplan.simulator.session_tree import MAX_DELAY_S, SessionTree, service_s
 from rackplan.simulator.streams import Streams
 
 # Lanes start between these shares of their tree's main stream, by time.
 START_SHARES = (0.25, 0.75)
-# Sub-agents that have ended whose prefixes a tree starts with: as many as run at once.
-MOST_IDLE_SESSIONS = 3
+MAX_IDLE_NS = int(MAX_DELAY_S * NS_PER_S)
 
 
 class _Run:
@@ -38,15 +36,20 @@ class _Run:
 
 
 class _Lane:
-    """One live tree: its streams in play by index, the sessions of sub-agents that have ended, and those of lines."""
+    """One live tree: its streams in play by index, the sessions of sub-agents that have ended, and those of lines.
 
-    __slots__ = ("idle_sessions", "runs", "sessions", "tree")
+    `in_flight`: requests that were sent and have not ended; `held`: streams whose turn is so far off that it may move.
+    """
+
+    __slots__ = ("held", "idle_sessions", "in_flight", "runs", "sessions", "tree")
 
     def __init__(self, tree: SessionTree) -> None:
         self.tree = tree
         self.runs: dict[int, _Run] = {}
         self.idle_sessions: list[int] = []
         self.sessions: dict[int, int] = {}
+        self.in_flight = 0
+        self.held: list[int] = []
 
 
 class SessionSource:
@@ -85,6 +88,7 @@ class SessionSource:
 
     def finished(self, request: Request, now_ns: int) -> list[Request]:
         lane, index = self._in_flight.pop(request.id)
+        lane.in_flight -= 1
         run = lane.runs[index]
         out: list[Request] = []
         for child in lane.tree.spawned.get((index, run.turn), ()):
@@ -93,7 +97,7 @@ class SessionSource:
                 self._await(lane, index, child)
         run.turn += 1
         out += self._go_on(lane, index, now_ns)
-        return out
+        return out + self._send_held(lane, now_ns) if lane.held else out
 
     def primed(self) -> list[tuple[int, int]]:
         return list(self._primed.items())
@@ -103,8 +107,13 @@ class SessionSource:
         run, turns = lane.runs[index], lane.tree.streams[index].turns
         if run.turn < len(turns):
             if run.ready_ns is None:
-                run.ready_ns = now_ns + _delay_ns(turns[run.turn])
-            return [] if run.joins else self._send(lane, index, max(now_ns, run.ready_ns))
+                run.ready_ns = now_ns + int(turns[run.turn].delay_s * NS_PER_S)
+            if run.joins:
+                return []
+            if run.ready_ns - now_ns > MAX_IDLE_NS:
+                lane.held.append(index)
+                return []
+            return self._send(lane, index, max(now_ns, run.ready_ns))
         return [] if run.joins else self._end_stream(lane, index, now_ns)
 
     def _end_stream(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
@@ -122,7 +131,8 @@ class SessionSource:
     def _start_tree(self, now_ns: int) -> list[Request]:
         if now_ns >= self._end_ns:
             return []
-        return self._start_stream(self._take_lane(), 0, now_ns)
+        lane = self._take_lane()
+        return self._start_stream(lane, 0, now_ns) + self._send_held(lane, now_ns)
 
     def _take_lane(self) -> _Lane:
         tree = self._trees[self._next_tree % len(self._trees)]
@@ -154,7 +164,20 @@ class SessionSource:
             next(self._request_ids), at_ns, turn.input_tokens, turn.output_tokens, session, turn.reuse_tokens, like
         )
         self._in_flight[request.id] = (lane, index)
+        lane.in_flight += 1
         return [request]
+
+    def _send_held(self, lane: _Lane, now_ns: int) -> list[Request]:
+        """Held turns that are near by now. Where nothing of the tree is in flight, all its timers move forward until
+        the first is. (What outlasts MAX_IDLE_NS in flight may keep a held turn waiting for its end.)"""
+        held, lane.held = lane.held, []
+        first_ns = min((lane.runs[i].ready_ns or 0 for i in held), default=0)
+        early_ns = first_ns - now_ns - MAX_IDLE_NS
+        if early_ns > 0 and not lane.in_flight:
+            for run in lane.runs.values():
+                if run.ready_ns is not None:
+                    run.ready_ns -= early_ns
+        return [request for index in held for request in self._go_on(lane, index, now_ns)]
 
     def _session_of(self, lane: _Lane, line: int) -> int:
         """The session that stands for a line of a recorded tree in this lane; -1 for none."""
@@ -181,8 +204,6 @@ class SessionSource:
                 turn += 1
             if turn < len(stream.turns):
                 self._resume(lane, index, turn, at_s)
-        for index in (last_s <= at_s).nonzero()[0][:MOST_IDLE_SESSIONS].tolist():
-            self._prime_ended(lane, lane.tree.streams[index])
         if not lane.runs:  # all was in flight
             self._resume(lane, 0, len(lane.tree.streams[0].turns) - 1, at_s)
         for index, run in lane.runs.items():
@@ -191,6 +212,7 @@ class SessionSource:
                     self._await(lane, index, child)
         for index in list(lane.runs):
             self._first += self._go_on(lane, index, 0)
+        self._first += self._send_held(lane, 0)
 
     def _resume(self, lane: _Lane, index: int, turn: int, at_s: float) -> None:
         """Stream `index` is about to send `turn`."""
@@ -218,19 +240,6 @@ class SessionSource:
     def _await(self, lane: _Lane, parent: int, child: int) -> None:
         lane.runs[parent].joins += 1
         lane.runs[child].awaited = True
-
-    def _prime_ended(self, lane: _Lane, stream: Stream) -> None:
-        """A sub-agent that has ended left what it shares with later ones."""
-        if stream.lines:
-            self._prime(lane, stream.lines[0][0], stream.turns[0].input_tokens)
-            return
-        session = next(self._session_ids)
-        lane.idle_sessions.append(session)
-        self._primed[session] = stream.turns[0].input_tokens
-
-
-def _delay_ns(turn: Turn) -> int:
-    return int(min(turn.delay_s, MAX_DELAY_S) * NS_PER_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

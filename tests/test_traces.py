@@ -195,14 +195,15 @@ def test_agentic_rows_become_trees(tmp_path: Path) -> None:
         "a,3,main,100,2000,60,0,15,20,88",  # 100 - 10 s after the end of the turn before
         "a,4,main,130,2100,0,3,31,,1",  # failed: left out
         "a,5,main,140,2200,70,4,20,5,9",  # shares 20 blocks with the one left out, so 20 with turn 1 too
+        "a,6,main,143,2300,8,5,34,1,0",  # sent 2 s before the answer was there
         "b,0,main,0,500,5,-1,0,1,0",
     ]
     workload = sessions_of(write(tmp_path, AGENTIC + "\n".join(rows)))
     tree, other = workload.corpus()
     main, sub = tree.streams
-    assert [t[2:] for t in main.turns] == [(0, 0.0), (960, 90.0), (1280, 20.0)]
+    assert [t[2:] for t in main.turns] == [(0, 0.0), (960, 90.0), (1280, 20.0), (2176, 0.0)]
     assert [t[2:] for t in sub.turns] == [(256, 20.0), (640, 5.0)]
-    assert (main.lines, sub.lines) == (((0, -1),) * 3, ((1, 0), (1, -1)))
+    assert (main.lines, sub.lines) == (((0, -1),) * 4, ((1, 0), (1, -1)))
     assert (sub.spawned_by, sub.joined) == ((0, 0), True)
     assert other.requests == 1
     assert workload.notes == ("1 requests without output skipped",)
