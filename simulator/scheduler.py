@@ -169,7 +169,9 @@ def plan_rank(rank: Rank, pool: Pool, chunks: list[tuple[Sequence, int]], given:
         blocked_by = why or blocked_by
     if given.defers:
         return RankPlan(started, chunks, loads, None)  # what is held back is asked again in the next step
-    rank.is_saturated = blocked_by not in (None, "admission_cap")
+    # As in vLLM, what holds KV from host memory is not among those that were left waiting.
+    left = bool(rank.loaded) or bool(rank.waiting and rank.waiting[0].ready_ns < given.visible_before_ns)
+    rank.is_saturated = left and blocked_by not in (None, "admission_cap")
     return RankPlan(started, chunks, loads, blocked_by)
 
 
