@@ -56,7 +56,7 @@ def prefix_lines(record: Sequence[Recorded]) -> list[Line | None]:
     for i, row in enumerate(record):
         if row.is_sent and tree.parent[i] >= 0:
             needs[tree.parent[i]].append((i, tree.start[i]))
-    name_of = [-1] * len(record)
+    name_of, place = [-1] * len(record), [0] * len(record)  # each request's name, and its place in that line
     lines: list[list[int]] = []  # by name: the requests whose own blocks it has, the deepest last
     out: list[Line | None] = []
     for i, row in enumerate(record):
@@ -66,14 +66,12 @@ def prefix_lines(record: Sequence[Recorded]) -> list[Line | None]:
         parent, shared, like = tree.parent[i], tree.start[i], -1
         if parent >= 0:
             like = name_of[parent]
-            line = lines[like]
-            behind = line[line.index(parent) :]
+            line, at = lines[like], place[parent]
             if record[line[-1]].stream == row.stream and not any(
-                who > i and depth > shared for owner in behind for who, depth in needs[owner]
+                who > i and depth > shared for owner in line[at:] for who, depth in needs[owner]
             ):
-                del line[line.index(parent) + 1 :]
-                line.append(i)
-                name_of[i] = like
+                line[at + 1 :] = [i]
+                name_of[i], place[i] = like, at + 1
                 out.append(Line(like, -1, shared))
                 continue
         name_of[i] = len(lines)
