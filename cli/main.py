@@ -20,6 +20,7 @@ from rackplan.engine import GPUS, MODELS, DeployError, InfeasibleError, InputErr
 
 if TYPE_CHECKING:
     from rackplan.simulator.acceptance import Drafting
+    from rackplan.simulator.faults import Failure
 
 BAD_INPUT, INFEASIBLE, NOT_DEPLOYED, INTERRUPTED = 2, 3, 4, 130
 
@@ -101,6 +102,7 @@ def simulate(
     replications: params.Replications = 1,
     seed: params.Seed = 0,
     run: params.RunSettings = (),  # type: ignore[assignment]
+    fail: params.Fail = (),  # type: ignore[assignment]
     thinking: params.Thinking = None,
     acceptance_spread: params.AcceptanceSpread = None,
     json: params.Json = False,
@@ -130,6 +132,7 @@ def simulate(
         seed=seed,
         run=expert_run(values_of(pairs, "--run"), given, "--run "),
         drafting=drafting,
+        failures=_failures(fail),
     )
     if json:
         output.print_json(document)
@@ -140,7 +143,8 @@ def simulate(
 @app.command()
 def whatif(
     plan: params.PlanFile,
-    changes: params.Changes,
+    changes: params.Changes = (),  # type: ignore[assignment]
+    fail: params.Fail = (),  # type: ignore[assignment]
     workload: params.WhatifWorkload = None,
     concurrency: params.Concurrency = None,
     rate: params.Rate = None,
@@ -155,6 +159,8 @@ def whatif(
     """Compare a plan with changes to it on the same arrivals: what moves, and why."""
     _one_load(concurrency, rate)
     pairs = [options.parse_set(text) for text in changes]
+    if not pairs and not fail:
+        raise InputError("whatif: nothing is changed; give --set KEY=VALUE or --fail ROLE:N@AT")
     base = options.load_base(plan)
     from rackplan.cli import screen
     from rackplan.tuner.whatif import compare
@@ -171,6 +177,7 @@ def whatif(
         replications=replications,
         seed=seed,
         drafting=_drafting(thinking, acceptance_spread, base),
+        failures=_failures(fail),
     )
     if json:
         output.print_json(document)
@@ -192,6 +199,14 @@ def _drafting(thinking: str | None, spread: float | None, base: options.Base | N
         thinking=stated[0] is not False if thinking is None else thinking == "on",
         acceptance_spread=(stated[1] or 0.0) if spread is None else spread,
     )
+
+
+def _failures(texts: Sequence[str]) -> "tuple[Failure, ...]":
+    if not texts:
+        return ()
+    from rackplan.simulator.faults import parse_failure
+
+    return tuple(map(parse_failure, texts))
 
 
 def _one_load(concurrency: int | None, rate: float | None) -> None:

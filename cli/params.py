@@ -50,6 +50,14 @@ RunSettings = Annotated[
     list[str],
     typer.Option("--run", metavar="KEY=VALUE", help="cold_start=true, eplb_off_s=600 or drift_per_step=1.0e-5."),
 ]
+Fail = Annotated[
+    list[str],
+    typer.Option(
+        "--fail",
+        metavar="ROLE:N@AT[+DOWN]",
+        help="Instance N is lost at a time, and back DOWN later (default 160s, a start-up on H200); repeatable.",
+    ),
+]
 WhatifWorkload = Annotated[
     str | None, typer.Option("--workload", metavar="WORKLOAD", help="Default: the plan's; agentx for a YAML.")
 ]

@@ -27,6 +27,7 @@ SHORT_CAUSES = {
     "kv_full": "KV full",
     "admission_cap": "cap",
     "idle": "idle",
+    "failed": "down",
 }
 Document = Mapping[str, Any]
 
@@ -287,9 +288,10 @@ def _with_interval(form: Any, value: float, bounds: Sequence[float] | None) -> s
 def _time_share(prediction: Document, console: Console) -> None:
     pools = [(p["role"], p["gpu_time_share"]) for p in prediction.get("pools", ())]
     rows = [*pools, ("all GPUs", prediction["gpu_time_share"])] if len(pools) != 1 else pools
-    table = _table("Where GPU time goes (each row adds up to 100 %)", "Pool", *SHORT_CAUSES.values())
+    causes = [c for c in SHORT_CAUSES if c != "failed" or c in prediction["gpu_time_share"]]
+    table = _table("Where GPU time goes (each row adds up to 100 %)", "Pool", *(SHORT_CAUSES[c] for c in causes))
     for name, shares in rows:
-        table.add_row(name, *(percent(shares.get(cause, 0.0)) for cause in SHORT_CAUSES))
+        table.add_row(name, *(percent(shares.get(cause, 0.0)) for cause in causes))
     console.print(Padding(table, (1, 0, 0, 0), expand=False))
 
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from rackplan.simulator.sessions import SessionTree, SessionWorkload, Stream, Turn
+from rackplan.simulator.session_tree import SessionTree, Stream, Turn
+from rackplan.simulator.sessions import SessionWorkload
 from rackplan.simulator.streams import Streams
 
 # AgentX loops over its 393 sessions; a corpus of this many is drawn once and looped over likewise.

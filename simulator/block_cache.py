@@ -24,7 +24,7 @@ class BlockCache:
         self._tokens_of: dict[int, int] = {}
         self._refs: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[Request, _Held] = {}
 
     def match(self, request: Request) -> int:
         hit = 0
@@ -49,11 +49,11 @@ class BlockCache:
         blocks = list(request.hash_ids[: -(-cached_tokens // request.block_tokens)])
         for block in blocks:
             self._hold(block)
-        self._held[request.id] = _Held(blocks)
+        self._held[request] = _Held(blocks)
         return shared
 
     def grow(self, request: Request, tokens: int) -> None:
-        held = self._held.get(request.id)
+        held = self._held.get(request)
         if held is None:
             return
         ids, size = request.hash_ids or (), request.block_tokens
@@ -67,7 +67,7 @@ class BlockCache:
 
     def end(self, request: Request, tokens: int) -> int:
         self.grow(request, tokens)
-        held = self._held.pop(request.id, None)
+        held = self._held.pop(request, None)
         left = 0
         for block in reversed(held.blocks if held else ()):
             self._refs[block] -= 1

@@ -106,6 +106,11 @@ class Instance:
 
     def release(self, seq: Sequence) -> None:
         """A hand-over is done: the prompt's KV on this prefill instance may be evicted from now on."""
+        self.ranks.leave(seq)
+        self.give_back(seq)
+
+    def give_back(self, seq: Sequence) -> None:
+        """The KV of a prompt that the router counts no more may be evicted from now on."""
         self._settle()
         if self.ranks.release(seq):
             self._stir(seq.rank, kv_loaded=False)
@@ -127,6 +132,8 @@ class Instance:
         """A hand-over for which `hold` allocated has arrived."""
         self._settle()
         self.kv_loading -= 1
+        if self._present is not None:
+            self._present[seq] = None
         seq.ready_ns = self.env.now
         self.submit(seq)
 
@@ -147,9 +154,9 @@ class Instance:
         self.ranks.prime(rank, request)
 
     def watch(self) -> None:
-        """Keep a list of the requests here from now on, for `lose`."""
-        if self._present is None:
-            self._present = {}
+        """Keep a list of the requests here from now on, for `lose`; call it before the run begins."""
+        self._present = {}
+        self.start_measuring()
 
     def lose(self) -> list[Sequence]:
         """All that is here is gone, and nothing runs until `recover`. The requests, in order of arrival."""
@@ -182,6 +189,8 @@ class Instance:
     def start_measuring(self) -> None:
         """Forget what was booked so far (the warm-up)."""
         self.time = GpuTime(self.pool.gpus_per_instance)
+        if self._present is not None:
+            self.time.book_idle("failed", 0)
         self.token_gaps = TokenGaps()
         self._idle_since = self._step_since = self.env.now
 
@@ -299,7 +308,7 @@ class Instance:
         self.kv_loading -= 1
         seq.ready_ns = self.env.now
         self.ranks.add_loaded(seq)
-        self._stir(seq.rank, kv_loaded=False)
+        self._stir(seq.rank, kv_loaded=True)
 
     def _wait_for_work(self) -> Sleeps:
         self._idle_since = self.env.now

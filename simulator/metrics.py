@@ -65,6 +65,7 @@ def metrics_of(result: SimResult, ends_ns: tuple[int, int] | None = None) -> dic
             "finished": len(result.finish_ns),
             "rejected": result.rejected,
             "unfinished": result.unfinished,
+            **({"failed": result.failed} if result.failures else {}),
         },
         "prefix_hit_share": cached / inputs if inputs else 0.0,
         "ttft_ms": _spread(m.ttft_ms),

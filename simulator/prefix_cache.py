@@ -81,7 +81,7 @@ class SessionCache:
         self.tokens = 0
         self._root = _Stretch(None, 0, 0, refs=1)
         self._chains: dict[int, tuple[_Stretch, int]] = {}  # the deepest stretch of a session, and its tokens
-        self._own: dict[int, _Stretch] = {}  # what a running request computes, by its id
+        self._own: dict[Request, _Stretch] = {}  # what a running request computes
         self._free: OrderedDict[_Stretch, None] = OrderedDict()
 
     def match(self, request: Request) -> int:
@@ -96,7 +96,7 @@ class SessionCache:
         found = self._find(request)[0]
         shared = _held_tokens(found, cached_tokens)
         node = self._cut(found, cached_tokens)
-        own = self._own[request.id] = _Stretch(node, cached_tokens, cached_tokens, refs=1)
+        own = self._own[request] = _Stretch(node, cached_tokens, cached_tokens, refs=1)
         own.is_open = True
         node.children += 1
         self._hold(node)
@@ -105,12 +105,12 @@ class SessionCache:
         return shared
 
     def grow(self, request: Request, tokens: int) -> None:
-        own = self._own.get(request.id)
+        own = self._own.get(request)
         if own is not None:
             own.end = max(own.start, tokens // BLOCK_TOKENS * BLOCK_TOKENS)
 
     def end(self, request: Request, tokens: int) -> int:
-        own = self._own.pop(request.id, None)
+        own = self._own.pop(request, None)
         if own is None:
             return 0
         own.end = max(own.start, tokens // BLOCK_TOKENS * BLOCK_TOKENS)

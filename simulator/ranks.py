@@ -42,8 +42,7 @@ class Ranks:
         self._busy.add(seq.rank)
 
     def add_loaded(self, seq: Sequence) -> None:
-        """What host memory had of a request's prompt is in KV: it is first in line."""
-        self.queues[seq.rank].waiting.appendleft(seq)
+        """What host memory had of a request's prompt is in KV: it is in line before what waits."""
         self._busy.add(seq.rank)
 
     def release(self, seq: Sequence) -> bool:
@@ -51,8 +50,7 @@ class Ranks:
         r = seq.rank
         self.batch.held[r] -= seq.prompt_tokens
         self._leave_cached(seq, seq.prompt_tokens)
-        self._leave(seq)
-        if self.queues[r].waiting and self.blocked.get(r) == "kv_full":
+        if r in self._busy and self.blocked.get(r) == "kv_full":
             del self.blocked[r]
             return True
         return False
@@ -66,7 +64,8 @@ class Ranks:
             cache.evict_to(self.model.kv_tokens)
 
     def is_blocked(self, r: int, kv_loaded: bool) -> bool:
-        """Can a request that comes to rank `r` not start before another ends? One with its KV needs no more of it."""
+        """Can a request that comes to rank `r` not start before another ends? One with its KV needs no more of it, or
+        less (`kv_loaded`)."""
         reason = self.blocked.get(r)
         return reason is not None and not (kv_loaded and reason == "kv_full")
 
@@ -101,7 +100,7 @@ class Ranks:
             if r in self._preempted:
                 plan = RankPlan([], chunks, [], None)
             else:
-                room = self._room_to_admit(r, chunks) if rank.waiting else 0.0
+                room = self._room_to_admit(r, chunks) if rank.waiting or rank.holding else 0.0
                 given = Given(now_ns, visible_before_ns, room, self._width, self.model.replay_tokens, defers)
                 plan = plan_rank(rank, self.pool, chunks, given)
                 if rank.from_host:
@@ -162,7 +161,7 @@ class Ranks:
     def steps_ahead(self) -> int:
         """Steps in which nothing changes but the context, if nothing comes and none of them is planned."""
         batch = self.batch
-        if not self.model.coalesce or any(not self.is_blocked(r, bool(self.queues[r].loaded)) for r in self._busy):
+        if not self.model.coalesce or any(not self.is_blocked(r, self.queues[r].has_kv_in_line) for r in self._busy):
             return 1
         ahead = min(batch.steps_to_next_end(), MOST_COALESCED_STEPS)
         return max(1, batch.steps_with_room(ahead))
@@ -245,11 +244,12 @@ class Ranks:
             self._end(seq, seq.prompt_tokens)
 
     def _end(self, seq: Sequence, tokens: int) -> None:
-        self._leave(seq)
+        self.leave(seq)
         self._leave_cached(seq, tokens)
         self.outputs.append((seq, True))
 
-    def _leave(self, seq: Sequence) -> None:
+    def leave(self, seq: Sequence) -> None:
+        """The router counts `seq` no more."""
         self.load[seq.rank] -= 1
         self.load_tokens[seq.rank] -= seq.load_tokens
 

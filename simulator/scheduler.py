@@ -16,6 +16,8 @@ from rackplan.simulator.host_tier import HostTier
 from rackplan.simulator.prefix_cache import PrefixCache, usable_hit
 from rackplan.simulator.request import Request
 
+NEVER_NS = 2**62
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -73,15 +75,19 @@ class Given(NamedTuple):
 
 class Rank:
     """Queues and prefix cache of one data-parallel rank. `loaded`: requests whose KV came from a prefill instance;
+    `holding`: requests that hold KV for what host memory has of their prompt, in the order in which their loads began;
     `partial`: prompts in prefill, in order of admission; `decoding`: in order of their first decode; `admitted`: how
     many were, ever; `is_saturated`: the last step that might admit a prompt left one waiting; `from_host`: requests
     whose load from host memory the last plan began."""
 
-    __slots__ = ("admitted", "cache", "decoding", "from_host", "host", "is_saturated", "loaded", "partial", "waiting")
+    __slots__ = (
+        "admitted", "cache", "decoding", "from_host", "holding", "host", "is_saturated", "loaded", "partial", "waiting",
+    )  # fmt: skip
 
     def __init__(self, cache: PrefixCache, host: HostTier | None = None) -> None:
         self.cache, self.host = cache, host
         self.from_host: list[Sequence] = []
+        self.holding: list[Sequence] = []
         self.loaded: deque[Sequence] = deque()
         self.waiting: deque[Sequence] = deque()
         self.partial: list[Sequence] = []
@@ -95,12 +101,31 @@ class Rank:
             return True
         loaded, waiting = self.loaded, self.waiting
         return bool(
-            (loaded and loaded[0].ready_ns < visible_before_ns) or (waiting and waiting[0].ready_ns < visible_before_ns)
+            (loaded and loaded[0].ready_ns < visible_before_ns)
+            or (waiting and waiting[0].ready_ns < visible_before_ns)
+            or (self.holding and self.resumable(visible_before_ns))
         )
 
     @property
     def only_decodes(self) -> bool:
-        return not (self.loaded or self.waiting or self.partial)
+        if self.loaded or self.waiting or self.partial:
+            return False
+        return not (self.holding and self.resumable(NEVER_NS))
+
+    @property
+    def has_kv_in_line(self) -> bool:
+        """Is there a request that is to start with KV that it holds?"""
+        return bool(self.loaded) or bool(self.holding and self.resumable(NEVER_NS))
+
+    def resumable(self, visible_before_ns: int) -> list[Sequence]:
+        """Those of `holding` whose load has ended."""
+        return [seq for seq in self.holding if seq.ready_ns < visible_before_ns]
+
+    def reserved_tokens(self, chunks: list[tuple[Sequence, int]]) -> int:
+        """KV that prompts in prefill and `holding` still need, once `chunks` are computed."""
+        partial = sum([seq.prompt_tokens - seq.computed_tokens for seq in self.partial])
+        loading = sum([seq.prompt_tokens - seq.host_tokens for seq in self.holding])
+        return partial + loading - sum([new for _, new in chunks])
 
     def last_admitted(self) -> Sequence:
         """The running request that vLLM preempts first. Raises ValueError if none runs."""
@@ -108,7 +133,7 @@ class Rank:
 
     def is_shared(self, visible_before_ns: int) -> bool:
         """Is there more than one request?"""
-        seen = len(self.decoding) + len(self.partial)
+        seen = len(self.decoding) + len(self.partial) + len(self.holding)
         for queue in (self.loaded, self.waiting):
             seen += sum(seq.ready_ns < visible_before_ns for seq in islice(queue, 2))
         return seen > 1
@@ -139,12 +164,14 @@ def plan_rank(rank: Rank, pool: Pool, chunks: list[tuple[Sequence, int]], given:
         loads, blocked_by = _take_loaded(rank, pool, given, seats, budget)
         budget -= len(loads) * given.width
         seats -= len(loads)
-    if rank.waiting:
+    if rank.waiting or rank.holding:
         started, why = _take_waiting(rank, pool, chunks, given, seats, budget)
         blocked_by = why or blocked_by
     if given.defers:
         return RankPlan(started, chunks, loads, None)  # what is held back is asked again in the next step
-    rank.is_saturated = blocked_by not in (None, "admission_cap")
+    # As in vLLM, what holds KV from host memory is not among those that were left waiting.
+    left = bool(rank.loaded) or bool(rank.waiting and rank.waiting[0].ready_ns < given.visible_before_ns)
+    rank.is_saturated = left and blocked_by not in (None, "admission_cap")
     return RankPlan(started, chunks, loads, blocked_by)
 
 
@@ -173,24 +200,30 @@ def _take_waiting(
     started: list[Sequence] = []
     waiting, room_tokens = rank.waiting, given.room_tokens
     limit = _chunk_limit(rank, pool, given.visible_before_ns)
-    while waiting and waiting[0].ready_ns < given.visible_before_ns:
-        seq = waiting[0]
+    resumed = rank.resumable(given.visible_before_ns) if rank.holding else []  # in line before what waits
+    while resumed or (waiting and waiting[0].ready_ns < given.visible_before_ns):
+        seq = resumed[0] if resumed else waiting[0]
         if blocked_by := _no_place(seats, budget, 1):
             return started, blocked_by
         cached = _cached_tokens(rank, seq, given.replay_tokens, pool.enable_prefix_caching)
         over = seq.prompt_tokens - room_tokens
         if over > 0 and over > (seq.host_tokens or rank.cache.held_tokens(seq.request, cached)):
             return started, "kv_full"
-        if rank.host and not seq.host_tokens:
+        if rank.host and not resumed:
             in_host = rank.host.hit(seq.request, given.replay_tokens)
             if in_host > cached:
-                waiting.popleft()
-                _load_from_host(rank, seq, cached, in_host)
-                room_tokens -= in_host - seq.shared_tokens
+                takes = in_host - rank.cache.held_tokens(seq.request, cached)
+                if takes > room_tokens - rank.reserved_tokens(chunks):
+                    return started, "kv_full"
+                _load_from_host(rank, waiting.popleft(), cached, in_host)
+                room_tokens -= takes
                 continue
         if given.defers and cached < seq.prompt_tokens - 1:
             break
-        waiting.popleft()
+        if resumed:
+            rank.holding.remove(resumed.pop(0))
+        else:
+            waiting.popleft()
         new = min(seq.prompt_tokens - cached, limit, budget)
         _start_prefill(rank, seq, given.now_ns, cached, new, pool.enable_prefix_caching)
         started.append(seq)
@@ -247,5 +280,6 @@ def _start_prefill(rank: Rank, seq: Sequence, now_ns: int, cached: int, new: int
 def _load_from_host(rank: Rank, seq: Sequence, cached: int, in_host: int) -> None:
     """`seq` waits for what host memory has of its prompt behind the `cached` tokens; it takes KV from now on."""
     seq.shared_tokens = rank.cache.begin(seq.request, cached)
-    seq.computed_tokens, seq.host_tokens = cached, in_host
+    seq.computed_tokens, seq.host_tokens, seq.ready_ns = cached, in_host, NEVER_NS
     rank.from_host.append(seq)
+    rank.holding.append(seq)

@@ -1,108 +1,25 @@
-"""Session trees: an agent's turns, the sub-agents that they spawn, and the closed loop that replays them.
+"""The closed loop that replays session trees.
 
-A tree is data; `SessionSource` plays it. Replay rules, after the AgentX benchmark: concurrency is the number of live
-trees (lanes); a lane that ends its tree takes the next one, from the start; sub-agents cost no concurrency. AgentX caps
-the time in which a tree has nothing in flight at 300 s by moving its timers forward. Here each delay is capped at
-300 s, which is the same unless a longer one overlaps with running sub-agents (it then ends up to their run time
-earlier). A tree's start is drawn by the time of its main stream under those caps.
+Replay rules, after the AgentX benchmark: concurrency is the number of live trees (lanes); a lane that ends its tree
+takes the next one, from the start; sub-agents cost no concurrency. The time in which a tree has nothing in flight is
+at most 300 s: where it would be longer, all its timers move forward. A lane's start is drawn by the time of its tree's
+main stream, on which each delay is at most 300 s; each stream in play there is primed once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
-from typing import Literal, NamedTuple
 
 import numpy as np
 
 from rackplan.simulator.arrivals import check_load, gamma_times
 from rackplan.simulator.request import NS_PER_S, Load, Request, Source
+from rackplan.simulator.session_tree import MAX_DELAY_S, SessionTree, service_s
 from rackplan.simulator.streams import Streams
 
-MAX_DELAY_S = 300.0
 # Lanes start between these shares of their tree's main stream, by time.
 START_SHARES = (0.25, 0.75)
-# Where a lane stands at its start depends on how long requests took before; nothing later depends on these.
-NOMINAL_TTFT_S, NOMINAL_TPOT_S = 1.0, 0.01
-# Sub-agents that have ended whose prefixes a tree starts with: as many as run at once.
-MOST_IDLE_SESSIONS = 3
-
-
-class Turn(NamedTuple):
-    """One request of a stream; a tuple, because a corpus holds hundreds of thousands.
-
-    `reuse_tokens`: leading tokens of the input that the stream's previous turn holds; in a spawned stream's first turn,
-    those that an earlier stream of the tree holds. `delay_s`: think or tool time between the end of the previous turn
-    (a first turn: of the turn that spawned the stream) and this one, as recorded, uncapped.
-    """
-
-    input_tokens: int
-    output_tokens: int
-    reuse_tokens: int
-    delay_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    """Turns one after another on one growing context.
-
-    `spawned_by`: (stream, turn) in the tree whose end starts this one; None for the first. `joined`: the spawning
-    stream's next turn waits for the end of this one, and of the streams that are joined to it.
-    """
-
-    kind: Literal["main", "sub"]
-    turns: tuple[Turn, ...]
-    spawned_by: tuple[int, int] | None = None
-    joined: bool = False
-
-
-@dataclass(frozen=True)
-class SessionTree:
-    """Stream 0 is the main one; every other is spawned by a turn of a stream before it."""
-
-    streams: tuple[Stream, ...]
-
-    @cached_property
-    def spawned(self) -> dict[tuple[int, int], list[int]]:
-        """Streams by the (stream, turn) that starts them."""
-        by_turn: dict[tuple[int, int], list[int]] = {}
-        for index, stream in enumerate(self.streams):
-            if stream.spawned_by is not None:
-                by_turn.setdefault(stream.spawned_by, []).append(index)
-        return by_turn
-
-    @cached_property
-    def turn_ends_s(self) -> list[np.ndarray]:
-        """By stream, when its turns end (turns,): delays capped, joins waited for, requests of nominal time."""
-        ends: list[np.ndarray] = [np.empty(0)] * len(self.streams)
-
-        def play(index: int, start_s: float) -> float:
-            now_s, times = start_s, []
-            free_s = start_s  # when the joined streams that were spawned have ended
-            for turn_index, turn in enumerate(self.streams[index].turns):
-                now_s = max(free_s, now_s + min(turn.delay_s, MAX_DELAY_S)) + _service_s(turn)
-                times.append(now_s)
-                for child in self.spawned.get((index, turn_index), ()):
-                    child_end_s = play(child, now_s)
-                    if self.streams[child].joined:
-                        free_s = max(free_s, child_end_s)
-            ends[index] = np.array(times)
-            return max(now_s, free_s)
-
-        play(0, 0.0)
-        return ends
-
-    @cached_property
-    def spans_s(self) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, ends) of the streams on the times of `turn_ends_s`."""
-        ends = self.turn_ends_s
-        spawns = [s.spawned_by for s in self.streams]
-        starts = [float(ends[s[0]][s[1]]) if s else 0.0 for s in spawns]
-        return np.array(starts), np.array([e[-1] for e in ends])
-
-    @property
-    def requests(self) -> int:
-        return sum(len(s.turns) for s in self.streams)
+MAX_IDLE_NS = int(MAX_DELAY_S * NS_PER_S)
 
 
 class _Run:
@@ -119,14 +36,20 @@ class _Run:
 
 
 class _Lane:
-    """One live tree: its streams in play by index, and the sessions of sub-agents that have ended."""
+    """One live tree: its streams in play by index, the sessions of sub-agents that have ended, and those of lines.
 
-    __slots__ = ("idle_sessions", "runs", "tree")
+    `in_flight`: requests that were sent and have not ended; `held`: streams whose turn is so far off that it may move.
+    """
+
+    __slots__ = ("held", "idle_sessions", "in_flight", "runs", "sessions", "tree")
 
     def __init__(self, tree: SessionTree) -> None:
         self.tree = tree
         self.runs: dict[int, _Run] = {}
         self.idle_sessions: list[int] = []
+        self.sessions: dict[int, int] = {}
+        self.in_flight = 0
+        self.held: list[int] = []
 
 
 class SessionSource:
@@ -136,6 +59,7 @@ class SessionSource:
     Nothing is sent at or after `duration_s`. Costs O(1) per request. A session is a line of KV: streams in play never
     share one, but a new sub-agent takes over that of an ended one of its tree, whose leading tokens (instructions, tool
     descriptions) are its own too, and begins like a live one where none has ended. Only a tree's first finds neither.
+    A recorded tree says so itself (`Stream.lines`).
     """
 
     def __init__(self, trees: Sequence[SessionTree], load: Load, duration_s: float, streams: Streams) -> None:
@@ -147,7 +71,7 @@ class SessionSource:
         self._next_tree = 0
         self._request_ids, self._session_ids = count(), count()
         self._in_flight: dict[int, tuple[_Lane, int]] = {}
-        self._primed: list[tuple[int, int]] = []
+        self._primed: dict[int, int] = {}  # tokens by session
         self._first: list[Request] = []
         for _ in range(load.concurrency or 0):
             self._start_midway(streams["lanes"])
@@ -164,6 +88,7 @@ class SessionSource:
 
     def finished(self, request: Request, now_ns: int) -> list[Request]:
         lane, index = self._in_flight.pop(request.id)
+        lane.in_flight -= 1
         run = lane.runs[index]
         out: list[Request] = []
         for child in lane.tree.spawned.get((index, run.turn), ()):
@@ -172,23 +97,28 @@ class SessionSource:
                 self._await(lane, index, child)
         run.turn += 1
         out += self._go_on(lane, index, now_ns)
-        return out
+        return out + self._send_held(lane, now_ns) if lane.held else out
 
     def primed(self) -> list[tuple[int, int]]:
-        return self._primed
+        return list(self._primed.items())
 
     def _go_on(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
         """What follows in a lane when nothing of stream `index` is in flight: its next turn, its end, a wait."""
         run, turns = lane.runs[index], lane.tree.streams[index].turns
         if run.turn < len(turns):
             if run.ready_ns is None:
-                run.ready_ns = now_ns + _delay_ns(turns[run.turn])
-            return [] if run.joins else self._send(lane, index, max(now_ns, run.ready_ns))
+                run.ready_ns = now_ns + int(turns[run.turn].delay_s * NS_PER_S)
+            if run.joins:
+                return []
+            if run.ready_ns - now_ns > MAX_IDLE_NS:
+                lane.held.append(index)
+                return []
+            return self._send(lane, index, max(now_ns, run.ready_ns))
         return [] if run.joins else self._end_stream(lane, index, now_ns)
 
     def _end_stream(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
         stream, run = lane.tree.streams[index], lane.runs.pop(index)
-        if stream.kind == "sub":
+        if stream.kind == "sub" and not stream.lines:
             lane.idle_sessions.append(run.session)
         if run.awaited and stream.spawned_by is not None:
             parent = stream.spawned_by[0]
@@ -201,7 +131,8 @@ class SessionSource:
     def _start_tree(self, now_ns: int) -> list[Request]:
         if now_ns >= self._end_ns:
             return []
-        return self._start_stream(self._take_lane(), 0, now_ns)
+        lane = self._take_lane()
+        return self._start_stream(lane, 0, now_ns) + self._send_held(lane, now_ns)
 
     def _take_lane(self) -> _Lane:
         tree = self._trees[self._next_tree % len(self._trees)]
@@ -210,7 +141,9 @@ class SessionSource:
 
     def _start_stream(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
         idle = lane.idle_sessions
-        if idle:
+        if lane.tree.streams[index].lines:
+            lane.runs[index] = _Run(-1, 0)
+        elif idle:
             lane.runs[index] = _Run(idle.pop(), 0)
         else:
             like = next((r.session for i, r in lane.runs.items() if lane.tree.streams[i].kind == "sub"), -1)
@@ -222,18 +155,37 @@ class SessionSource:
             return []
         run = lane.runs[index]
         run.ready_ns = None
-        turn = lane.tree.streams[index].turns[run.turn]
+        stream = lane.tree.streams[index]
+        turn = stream.turns[run.turn]
+        session, like = run.session, run.like if run.turn == 0 else -1
+        if stream.lines:
+            session, like = (self._session_of(lane, line) for line in stream.lines[run.turn])
         request = Request(
-            next(self._request_ids),
-            at_ns,
-            turn.input_tokens,
-            turn.output_tokens,
-            run.session,
-            turn.reuse_tokens,
-            run.like if run.turn == 0 else -1,
+            next(self._request_ids), at_ns, turn.input_tokens, turn.output_tokens, session, turn.reuse_tokens, like
         )
         self._in_flight[request.id] = (lane, index)
+        lane.in_flight += 1
         return [request]
+
+    def _send_held(self, lane: _Lane, now_ns: int) -> list[Request]:
+        """Held turns that are near by now. Where nothing of the tree is in flight, all its timers move forward until
+        the first is. (What outlasts MAX_IDLE_NS in flight may keep a held turn waiting for its end.)"""
+        held, lane.held = lane.held, []
+        first_ns = min((lane.runs[i].ready_ns or 0 for i in held), default=0)
+        early_ns = first_ns - now_ns - MAX_IDLE_NS
+        if early_ns > 0 and not lane.in_flight:
+            for run in lane.runs.values():
+                if run.ready_ns is not None:
+                    run.ready_ns -= early_ns
+        return [request for index in held for request in self._go_on(lane, index, now_ns)]
+
+    def _session_of(self, lane: _Lane, line: int) -> int:
+        """The session that stands for a line of a recorded tree in this lane; -1 for none."""
+        if line < 0:
+            return -1
+        if line not in lane.sessions:
+            lane.sessions[line] = next(self._session_ids)
+        return lane.sessions[line]
 
     def _start_midway(self, rng: np.random.Generator) -> None:
         """Put a lane's tree where a uniform point of its main stream's time finds it, with every stream as it is then.
@@ -248,12 +200,10 @@ class SessionSource:
             stream = lane.tree.streams[index]
             turn = int(ends_s[index].searchsorted(at_s, side="right"))
             left_s = float(ends_s[index][min(turn, len(stream.turns) - 1)]) - at_s
-            if turn < len(stream.turns) and left_s < _service_s(stream.turns[turn]):
+            if turn < len(stream.turns) and left_s < service_s(stream.turns[turn]):
                 turn += 1
             if turn < len(stream.turns):
                 self._resume(lane, index, turn, at_s)
-        for index in (last_s <= at_s).nonzero()[0][:MOST_IDLE_SESSIONS].tolist():
-            self._prime_ended(lane, lane.tree.streams[index])
         if not lane.runs:  # all was in flight
             self._resume(lane, 0, len(lane.tree.streams[0].turns) - 1, at_s)
         for index, run in lane.runs.items():
@@ -262,34 +212,34 @@ class SessionSource:
                     self._await(lane, index, child)
         for index in list(lane.runs):
             self._first += self._go_on(lane, index, 0)
+        self._first += self._send_held(lane, 0)
 
     def _resume(self, lane: _Lane, index: int, turn: int, at_s: float) -> None:
         """Stream `index` is about to send `turn`."""
-        run = lane.runs[index] = _Run(next(self._session_ids), turn)
-        turns = lane.tree.streams[index].turns
-        sent_s = float(lane.tree.turn_ends_s[index][turn]) - _service_s(turns[turn])
+        stream = lane.tree.streams[index]
+        run = lane.runs[index] = _Run(-1 if stream.lines else next(self._session_ids), turn)
+        turns = stream.turns
+        sent_s = float(lane.tree.turn_ends_s[index][turn]) - service_s(turns[turn])
         run.ready_ns = max(0, int((sent_s - at_s) * NS_PER_S))
-        if turn:
-            before = turns[turn - 1]
-            self._primed.append((run.session, before.input_tokens + before.output_tokens))
+        if not turn:
+            return
+        held = turns[turn - 1].input_tokens + turns[turn - 1].output_tokens
+        if not stream.lines:
+            self._primed[run.session] = held
+            return
+        line, like = stream.lines[turn]
+        goes_on = stream.lines[turn - 1][0] == line
+        self._prime(lane, line if like < 0 else like, held if goes_on else turns[turn].reuse_tokens)
+
+    def _prime(self, lane: _Lane, line: int, tokens: int) -> None:
+        """A line of a recorded tree holds `tokens` before time 0."""
+        session = self._session_of(lane, line)
+        if tokens:
+            self._primed[session] = max(tokens, self._primed.get(session, 0))
 
     def _await(self, lane: _Lane, parent: int, child: int) -> None:
         lane.runs[parent].joins += 1
         lane.runs[child].awaited = True
-
-    def _prime_ended(self, lane: _Lane, stream: Stream) -> None:
-        """A sub-agent that has ended left what it shares with later ones."""
-        session = next(self._session_ids)
-        lane.idle_sessions.append(session)
-        self._primed.append((session, stream.turns[0].input_tokens))
-
-
-def _delay_ns(turn: Turn) -> int:
-    return int(min(turn.delay_s, MAX_DELAY_S) * NS_PER_S)
-
-
-def _service_s(turn: Turn) -> float:
-    return NOMINAL_TTFT_S + NOMINAL_TPOT_S * turn.output_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

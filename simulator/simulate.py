@@ -22,6 +22,7 @@ from rackplan.simulator.instance import Instance, TokenGaps
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_transfer import KvTransfers
 from rackplan.simulator.launches import DrawnLaunches
+from rackplan.simulator.lossy_transfer import LossyTransfers
 from rackplan.simulator.pool import PoolOfInstances
 from rackplan.simulator.prefix_cache import SessionCache
 from rackplan.simulator.request import NS_PER_MS, NS_PER_S, Load, Request, Source, Workload
@@ -67,7 +68,8 @@ class PoolRun:
 class SimResult:
     """One run. Arrays are (finished requests,) in order of their ends; times are integer ns.
 
-    `submitted` = len(finish_ns) + `rejected` + `failed` + `unfinished`: every arrival has one outcome.
+    `submitted` = len(finish_ns) + `rejected` + `failed` + `unfinished`: every arrival has one outcome. `failures`: how
+    many instances were to be lost.
     """
 
     deployment: Deployment
@@ -88,6 +90,7 @@ class SimResult:
     measured_to_ns: int
     drained: bool
     failed: int = 0
+    failures: int = 0
     transfers: int = 0
     transfer_wait_ns: int = 0
     transfer_ns: int = 0
@@ -133,17 +136,6 @@ class _Run:
         flat = [m for group in models for m in group]
         entry = [m for m in flat if m.pool.role != "decode"]
         self.entry = PoolOfInstances(self.env, entry, router, self._prefilled, self._finished)
-        self.faults: Faults | None = None
-        if options.failures:
-            check_failures(options.failures, deployment)
-            self.faults = Faults(
-                self.env,
-                self.entry,
-                options.failures,
-                resubmit=options.resubmit,
-                send=self._send,
-                on_failed=self._failed,
-            )
         self.transfers: KvTransfers | None = None
         self.pools = [self.entry]
         if deployment.disaggregated:
@@ -151,13 +143,28 @@ class _Run:
             # A decode rank has no prefix to prefer: KV comes whole, so load alone counts.
             pool = PoolOfInstances(self.env, decode, LeastRequests(), self._prefilled, self._finished)
             self.pools.append(pool)
-            self.transfers = KvTransfers(
+            self.transfers = (LossyTransfers if options.failures else KvTransfers)(
                 self.env,
                 calibration.transfer_cost(deployment),
                 deployment.model_spec,
                 deployment.kv_transfer.mode,
                 pool,
             )
+        self.faults = self._faults() if options.failures else None
+
+    def _faults(self) -> Faults:
+        options, deployment = self.options, self.deployment
+        check_failures(options.failures, deployment, options.duration_s)
+        roles = ("prefill", "decode") if deployment.disaggregated else ("aggregated",)
+        return Faults(
+            self.env,
+            dict(zip(roles, self.pools, strict=True)),
+            self.transfers if isinstance(self.transfers, LossyTransfers) else None,
+            options.failures,
+            resubmit=options.resubmit,
+            send=self._send,
+            on_failed=self._failed,
+        )
 
     def _models(
         self, calibration: Calibration, pool: Pool, plan: MemoryPlan, acceptance: Acceptance, hashed: bool
@@ -302,6 +309,7 @@ class _Run:
             rejected=self.rejected,
             unfinished=self.submitted - len(columns[0]) - self.rejected - self.failed,
             failed=self.failed,
+            failures=len(self.options.failures),
             measured_from_ns=warmup_ns,
             measured_to_ns=int(self.env.now),
             drained=self.options.drain,

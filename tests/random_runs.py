@@ -83,13 +83,24 @@ def random_requests(rng: random.Random) -> list[Request]:
     return out
 
 
-def random_run(seed: int, *, coalesce: bool = True) -> SimResult:
+def with_tier(deployment: Deployment, rng: random.Random) -> Deployment:
+    """`deployment` with a KV tier in host memory, of one prompt to many, beside KV for two or three prompts or for all.
+    """
+    tier_gib, kv_tokens = rng.choice([0.05, 0.3, 2.0]), rng.choice([None, 4300, 6000, 9000])
+    entry = deployment.pools[0].model_copy(update={"kv_offloading_gib": tier_gib, "enable_prefix_caching": True})
+    tiered = deployment.model_copy(update={"pools": (entry, *deployment.pools[1:])})
+    return with_kv_tokens(tiered, entry.role, kv_tokens) if kv_tokens else tiered
+
+
+def random_run(seed: int, *, coalesce: bool = True, tier: bool = False) -> SimResult:
     """Run `seed`: the same on every machine, as only exact operations make it."""
     rng = random.Random(seed)
     cost = LinearCost(
         host=rng.choice([0.0, 0.8, 5.0]), sync=rng.choice([0.0, 0.3]), admission=0.2, floor=rng.choice([0.0, 7.0])
     )
     deployment, requests = random_deployment(rng), random_requests(rng)
+    if tier:
+        deployment = with_tier(deployment, random.Random(f"tier {seed}"))
     primed = [(s, rng.randint(1, 3000)) for s in range(rng.choice([0, 6]))]
     options = RunOptions(coalesce=coalesce, warmup_s=rng.choice([0.0, 0.0, 0.5]), drain=True)
     return simulate(deployment, GivenRequests(requests, primed), Load(), FakeCalibration(cost, balance=0.8), options)

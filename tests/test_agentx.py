@@ -5,10 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from models import FakeCalibration, LinearCost, disaggregated
 
 from rackplan.simulator.agentx import AGENTX, generate_trees, published, session_statistics
+from rackplan.simulator.metrics import metrics_of
 from rackplan.simulator.request import Load
-from rackplan.simulator.sessions import SessionTree
+from rackplan.simulator.session_tree import SessionTree
+from rackplan.simulator.simulate import RunOptions, simulate
 from rackplan.simulator.streams import Streams
 from rackplan.simulator.workloads import parse_workload
 
@@ -94,3 +97,32 @@ def test_4800_lanes_start_in_two_seconds_out_of_step() -> None:
     assert times_ns == sorted(times_ns)
     assert len(first) >= 4800 * 0.9
     assert len(set(times_ns)) > len(first) * 0.9
+
+
+def test_a_replay_is_measured_as_agentx_measures() -> None:
+    """All input, cached too, and output of what ended after the warm-up, over its time and all GPUs; ITL of a request
+    is (E2E - TTFT) / (output - 1), and P90 interactivity 1 / its P90."""
+    options = RunOptions(duration_s=120, warmup_s=30, drain=False)
+    deployment = disaggregated(prefill={"instances": 2}, decode={"dep": 1})
+    result = simulate(deployment, AGENTX, Load(concurrency=40), FakeCalibration(), options)
+    assert 0 < sum(result.finish_ns < 30e9) < len(result.finish_ns)
+    kept = result.finish_ns >= 30e9
+    tokens = result.input_tokens[kept].sum() + result.output_tokens[kept].sum()
+    metrics = metrics_of(result)
+    assert metrics["throughput_total_tok_s_per_gpu"] == pytest.approx(tokens / 90 / 3)
+    many = kept & (result.output_tokens > 1)
+    itl_ms = (result.finish_ns - result.first_token_ns)[many] / 1e6 / (result.output_tokens[many] - 1)
+    assert metrics["interactivity_tok_s_user"]["p90"] == pytest.approx(1e3 / np.percentile(itl_ms, 90))
+
+
+def test_answers_are_as_long_as_recorded() -> None:
+    """ignore_eos: no request ends before its recorded output."""
+    source = AGENTX.source(Load(concurrency=4), 60, Streams(0))
+    recorded = {r.id: r.output_tokens for r in source.arrivals()}
+    options = RunOptions(duration_s=60, drain=False)
+    result = simulate(disaggregated(), AGENTX, Load(concurrency=4), FakeCalibration(LinearCost()), options)
+    outputs = dict(zip(result.request_id.tolist(), result.output_tokens.tolist(), strict=True))
+    assert all(outputs[i] == tokens for i, tokens in recorded.items() if i in outputs)
+    # Of a LinearCost's decode step no more than one token comes: at least 3.5 ms each.
+    decoded_ms = (result.finish_ns - result.first_token_ns) / 1e6
+    assert (decoded_ms >= 3.5 * (result.output_tokens - 1)).all()

@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 from models import FakeCalibration, GivenRequests, aggregated, disaggregated, with_kv_tokens
+from random_runs import ARRAYS, random_run
 
 from rackplan.engine import InputError, parse_deployment, plan_memory
 from rackplan.engine.placement import Placement
@@ -11,6 +13,7 @@ from rackplan.engine.serving import server_commands
 from rackplan.simulator.host_tier import HostTier
 from rackplan.simulator.prefix_cache import SessionCache
 from rackplan.simulator.request import Load, Request
+from rackplan.simulator.scheduler import Given, Rank, Sequence, plan_rank
 from rackplan.simulator.simulate import RunOptions, simulate
 
 CUDA = Placement(hosts=("h0", "h1", "h2"), model="m")
@@ -75,6 +78,57 @@ def test_loads_beside_running_requests_change_no_outcome(coalesce):
     result = run(4, reqs, coalesce=coalesce)
     assert len(result.finish_ns) == len(reqs)
     assert of(result, "finish_ns", 99) == of(run(4, reqs), "finish_ns", 99)
+
+
+def rank_with_two_sessions_in_host_memory() -> Rank:
+    """Two requests wait, each of 2,600 tokens of which host memory has 1,488."""
+    rank = Rank(SessionCache(), HostTier(SessionCache(), 10_000, token_bytes=100.0, bytes_per_ns=50.0))
+    for session in (0, 1):
+        assert rank.host is not None
+        rank.host.store(Request(session, 0, 1500, 1, session=session), 1500)
+        request = Request(10 + session, 0, 2600, 1, session=session, reuse_tokens=1500)
+        rank.waiting.append(Sequence(request, 0, 0, 2600))
+    return rank
+
+
+def plan(rank: Rank, room_tokens: int, visible_before_ns: int = 1):
+    given = Given(0, visible_before_ns, room_tokens, width=1, replay_tokens=0, defers=False)
+    return plan_rank(rank, aggregated(kv_offloading_gib=1).pools[0], [], given)
+
+
+@pytest.mark.parametrize(("kv_tokens", "loads"), [(2600 + 1488, 2), (2600 + 1487, 1), (2600, 1), (2599, 0)])
+def test_a_load_leaves_what_the_loads_before_it_still_need(kv_tokens, loads):
+    rank = rank_with_two_sessions_in_host_memory()
+    blocked_by = plan(rank, kv_tokens).blocked_by
+    assert [seq.request.session for seq in rank.from_host] == [0, 1][:loads]
+    assert blocked_by == (None if loads == 2 else "kv_full")
+
+
+def test_what_holds_kv_is_in_line_before_what_waits_in_the_order_of_its_loads():
+    rank = rank_with_two_sessions_in_host_memory()
+    plan(rank, 10_000)
+    first, second = rank.from_host
+    rank.waiting.append(Sequence(Request(20, 0, 100, 1), 0, 0, 100))
+    second.ready_ns = 5  # its load has ended, the other's has not
+    assert plan(rank, 10_000, visible_before_ns=6).started[0] is second
+    first.ready_ns = 7
+    rank.waiting.append(Sequence(Request(21, 0, 100, 1), 0, 0, 100))
+    assert plan(rank, 1112, visible_before_ns=8).started[0] is first  # what it holds needs no room
+    assert not rank.holding
+
+
+def test_runs_with_a_tier_and_little_kv_end_and_take_their_steps_together():
+    waited = preempted = 0
+    for seed in range(300):
+        result = random_run(seed, tier=True)
+        assert result.unfinished == 0, seed
+        waited += result.pools[0].gpu_ns["transfer_wait"] > 0
+        preempted += result.pools[0].preemptions > 0
+        if seed < 100:
+            single = random_run(seed, tier=True, coalesce=False)
+            for name in ARRAYS:
+                np.testing.assert_array_equal(getattr(result, name), getattr(single, name), err_msg=f"{seed} {name}")
+    assert min(waited, preempted) > 20
 
 
 def test_vllm_is_told_of_it_and_keeps_nixl_in_a_prefill_pool():

@@ -86,9 +86,7 @@ def deployments(draw):
     if eplb:
         eplb |= {"enabled": True, "interval_steps": 7}
         deployment = parse_deployment({**deployment.to_dict(), "eplb": eplb})
-    # So little KV that requests wait for it and are preempted; beside a tier in host memory such runs may not end
-    # (docs/model/prefix_cache.md).
-    if draw(st.booleans()) and not (role == "aggregated" and tier_gib):
+    if draw(st.booleans()):  # so little KV that requests wait for it and are preempted
         deployment = with_kv_tokens(deployment, role, draw(st.sampled_from([4500, 9000])))
     return deployment
 

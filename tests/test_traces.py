@@ -1,8 +1,12 @@
 """Readers of recorded workloads: what they make of good files, and what they say of bad ones."""
 
+import csv
 import gzip
+import heapq
 import json
 import os
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +16,9 @@ from models import FakeCalibration, aggregated
 from rackplan.engine import InputError
 from rackplan.simulator.arrivals import TraceWorkload
 from rackplan.simulator.block_cache import BlockCache
+from rackplan.simulator.prefix_cache import SessionCache
 from rackplan.simulator.request import NS_PER_S, Load, Request
+from rackplan.simulator.session_tree import SessionTree, Turn
 from rackplan.simulator.sessions import SessionWorkload
 from rackplan.simulator.simulate import RunOptions, simulate
 from rackplan.simulator.streams import Streams
@@ -24,7 +30,7 @@ WORKLOADS = Path(os.environ.get("RACKPLAN_WORKLOADS") or Path(__file__).parents[
 
 MOONCAKE = '{"timestamp": %s, "input_length": 1000, "output_length": 50, "hash_ids": [1, %d]}\n'
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
-AGENTIC = "trace,stream,turn,t,in_tok,out_tok,lcp_blk,prev_lcp_blk,api_time,think_time\n"
+AGENTIC = "trace,idx,stream,t,in_tok,out_tok,ref_idx,lcp_blk,api_time,think_time\n"
 BENCH = {
     "start_times": [10.0, 12.0, 11.0],
     "input_lens": [100, 200, 300],
@@ -147,8 +153,10 @@ ROW = '{"timestamp": 0, "input_length": 10, "output_length": 5}\n'
         (AZURE + "2023-11-16 18:17:04,12,0\n", ":3: GeneratedTokens=0"),
         (AZURE.splitlines()[0], "no request"),
         (AGENTIC.replace("t,in_tok,", "t,"), "column in_tok is missing"),
-        (AGENTIC + "a,main,0,0,100,5,0,2,1,0\n", ":2: prev_lcp_blk or lcp_blk shares 128"),
-        (AGENTIC + "a,main,0,soon,100,5,0,0,1,0\n", ":2: t='soon'"),
+        (AGENTIC + "a,0,main,0,100,5,-1,2,1,0\n", ":2: lcp_blk=2 shares 128 of in_tok=100 with row ref_idx=-1; 0 "),
+        (AGENTIC + "a,0,main,soon,100,5,-1,0,1,0\n", ":2: t='soon'"),
+        (AGENTIC + "a,1,main,0,100,5,-1,0,1,0\n", ":2: idx=1, ref_idx=-1: rows of a trace are numbered from 0"),
+        (AGENTIC + "a,0,main,0,100,5,0,0,1,0\n", ":2: idx=0, ref_idx=0: rows of a trace are numbered from 0"),
         (AGENTIC, "no request"),
         (json.dumps({k: v for k, v in BENCH.items() if k != "start_times"}), "start_times is missing; run"),
         (json.dumps(BENCH | {"output_lens": [1]}), "output_lens is not a list as long"),
@@ -181,36 +189,82 @@ def test_damaged_bytes_are_refused_in_one_line(tmp_path: Path, data: bytes) -> N
 
 def test_agentic_rows_become_trees(tmp_path: Path) -> None:
     rows = [
-        "a,main,0,0,1000,50,0,0,10,0",
-        "a,main,1,100,2000,60,15,15,20,88",  # 100 - 10 s after the end of the turn before
-        "a,main,2,130,2100,0,31,31,,1",  # failed: left out
-        "a,main,3,140,2200,70,20,20,5,9",  # shares 20 blocks with the one left out, so 20 with turn 1 too
-        "a,sub:1,0,30,700,20,4,0,5,0",  # starts 20 s after turn 0 and ends before turn 1: joined
-        "a,sub:1,1,40,900,20,10,10,5,4",
-        "b,main,0,0,500,5,0,0,1,0",
+        "a,0,main,0,1000,50,-1,0,10,0",
+        "a,1,sub:1,30,700,20,0,4,5,0",  # starts 20 s after turn 0 and ends before turn 1: joined
+        "a,2,sub:1,40,900,20,1,10,5,4",
+        "a,3,main,100,2000,60,0,15,20,88",  # 100 - 10 s after the end of the turn before
+        "a,4,main,130,2100,0,3,31,,1",  # failed: left out
+        "a,5,main,140,2200,70,4,20,5,9",  # shares 20 blocks with the one left out, so 20 with turn 1 too
+        "a,6,main,143,2300,8,5,34,1,0",  # sent 2 s before the answer was there
+        "b,0,main,0,500,5,-1,0,1,0",
     ]
     workload = sessions_of(write(tmp_path, AGENTIC + "\n".join(rows)))
     tree, other = workload.corpus()
     main, sub = tree.streams
-    assert [t[2:] for t in main.turns] == [(0, 0.0), (960, 90.0), (1280, 20.0)]
+    assert [t[2:] for t in main.turns] == [(0, 0.0), (960, 90.0), (1280, 20.0), (2176, 0.0)]
     assert [t[2:] for t in sub.turns] == [(256, 20.0), (640, 5.0)]
+    assert (main.lines, sub.lines) == (((0, -1),) * 4, ((1, 0), (1, -1)))
     assert (sub.spawned_by, sub.joined) == ((0, 0), True)
     assert other.requests == 1
     assert workload.notes == ("1 requests without output skipped",)
 
 
-def test_recorded_agentic_sessions_hit_what_the_file_says() -> None:
-    """Source of the figure: agentic_requests.csv, sum of prev_lcp_blk x 64 over sum of in_tok."""
+def test_recorded_agentic_requests_hit_what_the_record_says_block_for_block() -> None:
+    """In the record's order, with a cache that never evicts: `lcp_blk` of every request but those that share blocks
+    with one that failed alone. 96.31 % of the input; with those 27, 96.32 % (the file's own statistics)."""
+    path = recorded("agentic_requests.csv.gz")
+    trees = iter(sessions_of(path).corpus())
+    hits = inputs = fewer = 0
+    for rows in rows_by_trace(path).values():
+        turns = turns_by_stream(rows, next(trees))
+        cache = SessionCache()
+        for row in rows:
+            if row["out_tok"] == "0":
+                continue
+            turn, (line, like) = next(turns[row["stream"]])
+            request = Request(0, 0, turn.input_tokens, turn.output_tokens, line, turn.reuse_tokens, like)
+            assert request.input_tokens == int(row["in_tok"])
+            hit = cache.match(request)
+            assert hit == turn.reuse_tokens <= int(row["lcp_blk"]) * 64
+            fewer += hit < int(row["lcp_blk"]) * 64
+            cache.begin(request, hit)
+            cache.end(request, request.input_tokens)
+            hits, inputs = hits + hit, inputs + request.input_tokens
+    assert next(trees, None) is None
+    assert fewer == 17
+    assert hits / inputs == pytest.approx(0.963124, abs=1e-6)
+
+
+def rows_by_trace(path: Path) -> dict[str, list[dict[str, str]]]:
+    traces: dict[str, list[dict[str, str]]] = {}
+    with gzip.open(path, "rt") as file:
+        for row in csv.DictReader(file):
+            traces.setdefault(row["trace"], []).append(row)
+    return traces
+
+
+def turns_by_stream(rows: list[dict[str, str]], tree: SessionTree) -> dict[str, Iterator[tuple[Turn, tuple[int, int]]]]:
+    names = dict.fromkeys(row["stream"] for row in rows if row["out_tok"] != "0")
+    return {n: zip(s.turns, s.lines or (), strict=True) for n, s in zip(names, tree.streams, strict=True)}
+
+
+def test_recorded_agentic_sessions_hit_nearly_that_when_they_are_played() -> None:
+    """Sub-agents then run at other times than they did, so some begin before what they begin like."""
     workload = sessions_of(recorded("agentic_requests.csv.gz"))
-    trees = workload.corpus()
-    assert len(trees) == 710
-    assert sum(t.requests for t in trees) == 49334 - 27
-    streams = [s for t in trees for s in t.streams]
-    reuse = sum(turn.reuse_tokens for s in streams for turn in s.turns[1:])
-    inputs = sum(turn.input_tokens for s in streams for turn in s.turns)
-    assert reuse / inputs == pytest.approx(0.96255, abs=5e-4)
-    # An infinite cache never misses what a turn says its predecessor holds.
-    assert all(b.reuse_tokens <= a.input_tokens for s in streams for a, b in zip(s.turns, s.turns[1:], strict=False))
+    source = workload.source(Load(rate_req_s=10), 3e5, Streams(0))
+    cache = SessionCache()
+    queue = [(r.arrival_ns, r.id, r) for r in islice(source.arrivals(), 710)]
+    heapq.heapify(queue)
+    hits = inputs = 0
+    while queue:
+        at_ns, _, request = heapq.heappop(queue)
+        hits, inputs = hits + cache.match(request), inputs + request.input_tokens
+        cache.begin(request, cache.match(request))
+        cache.end(request, request.input_tokens)
+        for r in source.finished(request, at_ns + NS_PER_S):
+            heapq.heappush(queue, (r.arrival_ns, r.id, r))
+    assert inputs == sum(t.input_tokens for tree in workload.corpus() for s in tree.streams for t in s.turns)
+    assert hits / inputs == pytest.approx(0.96312, abs=1e-4)
 
 
 def test_recorded_mooncake_and_azure_traces_are_read_whole() -> None:

@@ -5,8 +5,18 @@ import dataclasses
 
 import numpy as np
 import pytest
-from models import FakeCalibration, GivenRequests, ServiceCost, aggregated, disaggregated, requests, with_kv_tokens
+from models import (
+    FakeCalibration,
+    GivenRequests,
+    LinearCost,
+    ServiceCost,
+    aggregated,
+    disaggregated,
+    requests,
+    with_kv_tokens,
+)
 
+from rackplan.calibration.library import load_calibration
 from rackplan.engine import parse_deployment
 from rackplan.simulator.request import Load
 from rackplan.simulator.simulate import RunOptions, SimResult, simulate
@@ -67,9 +77,24 @@ def test_u11_a_hand_over_costs_more_than_its_bytes_and_larger_blocks_cost_less()
         assert mean_hand_over_ms(deployment, reqs, calibration) == pytest.approx(expected_ms, rel=0.01)
 
 
+def test_u11_what_was_measured_on_h200_saves_as_large_a_share_with_larger_blocks():
+    """Nothing of the report is in this calibration. Reported: 6.8 times the bytes' time, and blocks of 64 instead of 16
+    save 25 % of it."""
+    deployment, reqs = disaggregated(decode={"dep": 1}), requests(np.arange(5.0), 4096, 4)
+    cost = load_calibration("h200-v2-lite").transfer_cost(deployment)
+    took_ms = {}
+    for block_tokens in (16, 64):
+        calibration = FakeCalibration()
+        calibration.transfer = dataclasses.replace(cost, block_tokens=block_tokens)
+        took_ms[block_tokens] = mean_hand_over_ms(deployment, reqs, calibration)
+    bytes_ms = 4096 * deployment.model_spec.kv_bytes_per_token / cost.gb_per_s / 1e6
+    assert took_ms[16] > 2 * bytes_ms
+    assert 1 - took_ms[64] / took_ms[16] == pytest.approx(0.25, abs=0.05)
+
+
 def test_u12_transfers_of_a_burst_queue_on_the_link_so_the_next_hundred_wait_for_the_first():
     """The k-th of a burst arrives after k transfers. Reported were 30 s for the first 100 and five minutes for the
-    next; a link that keeps its rate explains a factor of 2 in the end and 3 in the mean, not 10."""
+    next; a link that keeps its rate explains a factor of 2 in the end and 3 in the mean, not 10: see below."""
     result = run(disaggregated(decode={"dep": 1}), requests(np.zeros(200), 2000, 2), linked(gb_per_s=1.0))
     arrived_s = np.sort(by_id(result, "first_token_ns")) / 1e9
     one_s = 2000 * 31104 / 1e9
@@ -80,16 +105,42 @@ def test_u12_transfers_of_a_burst_queue_on_the_link_so_the_next_hundred_wait_for
     assert faster.first_token_ns.max() == pytest.approx(result.first_token_ns.max() / 2, rel=0.05)
 
 
-def test_u15_short_requests_wait_behind_a_long_prompt_on_one_rank_and_hardly_on_eight():
-    """Reported: 63.9 s behind a prompt of 1M tokens with TP8, 0.57 s with DP8."""
-    sizes = [100_000, *[200] * 14]
-    reqs = [0.0, *(0.01 + 0.001 * np.arange(14))]
-    caps = {"max_num_batched_tokens": 8192, "max_num_seqs": 16}
-    one, eight = (run(aggregated(dep=dep, **caps), requests(reqs, sizes, 4)) for dep in (1, 8))
-    long_ms = 0.01 * 100_000  # LinearCost's tokens
-    assert np.median(ttft_ms(one)[1:]) > long_ms
-    # They share steps with the long prompt's chunks, so each waits for a step or two of 8,192 tokens.
-    assert np.median(ttft_ms(eight)[1:]) < 0.2 * np.median(ttft_ms(one)[1:])
+def test_u12_the_next_hundred_take_ten_times_as_long_where_decode_has_kv_for_the_first():
+    """Hand-overs then wait for answers to end, at the pool's rate and not at the link's: 30 s for the first hundred,
+    and as long as an answer takes, here 300 s, for the next. One way to the reported five minutes; its cause is not
+    told."""
+    deployment = with_kv_tokens(disaggregated(decode={"dep": 1}), "decode", 100 * 4300)
+    calibration = FakeCalibration(LinearCost(fixed_ms=999.5, token_ms=0.0, context_ms=0.0))
+    calibration.transfer = linked(gb_per_s=4000 * 31104 / 0.3e9).transfer
+    result = run(deployment, requests(np.zeros(200), 4000, 300), calibration)
+    arrived_s = np.sort(by_id(result, "first_token_ns")) / 1e9
+    first_s = arrived_s[0]  # prompts take steps of a second too
+    assert arrived_s[99] - first_s == pytest.approx(30, rel=0.1)
+    assert arrived_s[199] - arrived_s[99] == pytest.approx(300, rel=0.1)
+
+
+class LongPromptCost(ServiceCost):
+    """A prompt of 1M tokens takes 63.9 s, in steps that are as long as their fullest rank's chunk."""
+
+    def attention_ms(self, prefill_tokens, prefill_pairs, prefill_context, decode_requests, decode_context):
+        return 0.0639 * prefill_tokens + 0.0 * decode_context
+
+
+def test_u15_short_requests_wait_for_all_of_a_long_prompt_on_one_rank_and_for_a_step_of_it_on_eight():
+    """Reported: 63.9 s behind a prompt of 1M tokens with TP8, 0.57 s with DP8. In chunks of 8,192 tokens a prompt of
+    63.9 s takes steps of 0.52 s. With eight ranks others share them: they wait for the rest of one and for their own,
+    1 to 2 steps, and the report's 0.57 s is near the least of that."""
+    calibration, step_s = FakeCalibration(LongPromptCost()), 0.0639 * 8192 / 1e3
+    reqs = requests([0.0, *np.arange(0.1, 60.0, 0.97)], [1_000_000, *[200] * 62], 1)
+    caps = {"max_num_batched_tokens": 8192, "max_num_seqs": 64, "async_scheduling": False}
+    waits_s = []
+    for layout in ({"dep": 1, "tp": 8}, {"dep": 8}):
+        deployment = aggregated(model="deepseek-v4.1-flash", gpu="gb300", **layout, **caps)
+        waits_s.append(ttft_ms(run(deployment, reqs, calibration))[1:] / 1e3)
+    one, eight = waits_s
+    assert one[0] == pytest.approx(63.9, rel=0.02)
+    assert step_s < eight.min() < 0.57 < eight.max() < 2.05 * step_s
+    assert np.median(eight) == pytest.approx(1.5 * step_s, rel=0.1)
 
 
 def test_u27_bursty_arrivals_cost_latency_and_no_throughput():

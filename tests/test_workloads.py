@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rackplan.engine import InputError
 from rackplan.simulator.arrivals import gamma_times
 from rackplan.simulator.request import NS_PER_S, Load, Request, Source
-from rackplan.simulator.sessions import MAX_DELAY_S, SessionSource, SessionTree, Stream, Turn
+from rackplan.simulator.session_tree import MAX_DELAY_S, SessionTree, Stream, Turn
+from rackplan.simulator.sessions import SessionSource
 from rackplan.simulator.streams import Streams
 from rackplan.simulator.workloads import parse_workload
 
@@ -181,3 +182,82 @@ def test_primed_contexts_are_those_that_the_first_turns_reuse() -> None:
     reusing = [r for r in source.arrivals() if r.reuse_tokens]
     assert len(reusing) > 190
     assert sum(held.get(r.session, 0) >= r.reuse_tokens for r in reusing) >= len(reusing) * 0.95
+
+
+# -- how AgentX replays -------------------------------------------------------------------------------------------
+def tree_of(*delays_s: float, sub: tuple[float, ...] = ()) -> SessionTree:
+    """A main stream of those delays, and a sub-agent that its first turn spawns."""
+    streams = [Stream(kind="main", turns=tuple(Turn(1000 + n, 10, 0, d) for n, d in enumerate(delays_s)))]
+    if sub:
+        turns = tuple(Turn(2000 + n, 10, 0, d) for n, d in enumerate(sub))
+        streams.append(Stream(kind="sub", turns=turns, spawned_by=(0, 0)))
+    return SessionTree(tuple(streams))
+
+
+def played_from_the_start(tree: SessionTree) -> dict[int, int]:
+    """When each turn was sent, s after the first, by its input tokens; requests take 1 s."""
+    source = SessionSource([tree], Load(rate_req_s=1e-6 * tree.requests, cv=0), 1.5e6, Streams(0))
+    sent = {r.input_tokens: r.arrival_ns for r, _ in play(source)}
+    return {tokens: (at_ns - sent[1000]) // NS_PER_S for tokens, at_ns in sent.items()}
+
+
+def test_a_tree_is_idle_for_300_s_at_most_and_its_timers_move_forward() -> None:
+    assert played_from_the_start(tree_of(0.0, 250.0)) == {1000: 0, 1001: 251}
+    assert played_from_the_start(tree_of(0.0, 1000.0)) == {1000: 0, 1001: 301}
+    # A sub-agent is at work until 403 s: a turn due at 501 s keeps its time, one due at 1,001 s comes 300 s later.
+    sub = (0.0, 200.0, 199.0)
+    assert played_from_the_start(tree_of(0.0, 500.0, sub=sub))[1001] == 501
+    assert played_from_the_start(tree_of(0.0, 1000.0, sub=sub))[1001] == 403 + 300
+    # Two timers of one tree: both move by as much.
+    both = played_from_the_start(tree_of(0.0, 1000.0, sub=(0.0, 1100.0)))
+    assert (both[1001], both[2001]) == (302, 403)  # 1,001 and 1,102 without
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees())
+def test_no_tree_is_idle_for_longer(tree: SessionTree) -> None:
+    source = SessionSource([tree], Load(rate_req_s=1e-5 * tree.requests, cv=0), 1.5e5, Streams(0))
+    done = sorted(play(source), key=lambda d: d[0].arrival_ns)
+    ends = np.maximum.accumulate([end_ns for _, end_ns in done])
+    idle_ns = [r.arrival_ns - end for (r, _), end in zip(done[1:], ends, strict=False)]
+    assert max(idle_ns, default=0) <= MAX_DELAY_S * NS_PER_S
+
+
+def test_lanes_start_anywhere_between_a_quarter_and_three_quarters_of_their_trees() -> None:
+    # 101 turns of 10 s each, think time and request together.
+    tree = tree_of(0.0, *[10.0 - 1.1] * 100)
+    source = SessionSource([tree], Load(concurrency=2000), 60, Streams(3))
+    turns = np.array([r.input_tokens - 1000 for r in source.arrivals()])
+    assert turns.min() >= 25
+    assert turns.max() <= 77
+    counts = np.histogram(turns, bins=5, range=(26, 76))[0]
+    assert counts.min() > 320  # of 400 each, within four standard deviations
+
+
+def test_each_stream_in_play_is_primed_once_with_what_its_last_turn_left_and_no_other() -> None:
+    tree = tree_of(0.0, *[5.0] * 40, sub=(0.0, *[4.0] * 40))
+    short = tree_of(0.0, *[5.0] * 40, sub=(0.0,))  # its sub-agent has ended by then
+    source = SessionSource([tree, short], Load(concurrency=2), 60, Streams(1))
+    first = list(source.arrivals())
+    assert len(first) == len(source.primed()) == 3
+    primed = dict(source.primed())
+    assert {r.session: r.input_tokens - 1 + 10 for r in first} == primed
+
+
+def test_a_lane_takes_the_next_tree_when_its_own_ends_and_starts_it_from_the_beginning() -> None:
+    trees_ = [tree_of(0.0, *[1.0] * n) for n in (3, 4, 5)]
+    source = SessionSource(trees_, Load(concurrency=1), 60, Streams(1))
+    done = play(source)
+    starts = [i for i, (r, _) in enumerate(done) if r.input_tokens == 1000]
+    lengths_ = np.diff([*starts]).tolist()
+    assert lengths_[:3] == [5, 6, 4]  # trees 1, 2, 0: one turn more than their delays
+    for i in starts:
+        assert i == 0 or done[i][0].arrival_ns == done[i - 1][1]
+    assert all(r.arrival_ns >= end for (r, _), (_, end) in zip(done[1:], done, strict=False))  # one at a time
+
+
+def test_sub_agents_cost_no_concurrency() -> None:
+    tree = tree_of(0.0, *[0.0] * 20, sub=(0.0, *[0.0] * 20))
+    done = play(SessionSource([tree], Load(concurrency=1), 300, Streams(1)))
+    at_once = max(sum(a.arrival_ns <= r.arrival_ns < end for a, end in done) for r, _ in done)
+    assert at_once == 2

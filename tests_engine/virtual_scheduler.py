@@ -103,7 +103,11 @@ class Arrivals:
 
 def both(stream: Stream, model: Path) -> Iterator[tuple[Step, Step]]:
     """vLLM's steps and the simulator's, side by side until every request has ended on both."""
-    engine, simulator = EngineSide(stream, model), SimulatorSide(stream)
+    return side_by_side(EngineSide(stream, model), SimulatorSide(stream))
+
+
+def side_by_side(engine: "EngineSide", simulator: "SimulatorSide") -> Iterator[tuple[Step, Step]]:
+    """Both asked step by step."""
     for number in range(MOST_STEPS):
         if not engine.arrivals.left and not simulator.arrivals.left:
             return
@@ -112,8 +116,12 @@ def both(stream: Stream, model: Path) -> Iterator[tuple[Step, Step]]:
 
 
 @functools.cache
-def _engine_config(model: Path, caching: bool, remote: bool) -> Any:
-    transfer = {"kv_connector": "Elsewhere", "kv_role": "kv_consumer", "kv_connector_module_path": Elsewhere.__module__}
+def _engine_config(model: Path, caching: bool, connector: type | None) -> Any:
+    transfer = connector and {
+        "kv_connector": connector.__name__,
+        "kv_role": "kv_consumer",
+        "kv_connector_module_path": connector.__module__,
+    }
     config = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -121,7 +129,7 @@ def _engine_config(model: Path, caching: bool, remote: bool) -> Any:
         max_num_seqs=8,
         max_num_batched_tokens=512,
         enable_prefix_caching=caching,
-        kv_transfer_config=transfer if remote else None,
+        kv_transfer_config=transfer,
     ).create_engine_config()
     config.scheduler_config.async_scheduling = False
     init_none_hash(sha256)
@@ -132,9 +140,10 @@ class EngineSide:
     """vLLM's scheduler on a KV cache without tensors and with tokens that are given. It is the subclass with the cap on
     new KV loads, which without a cap decides what vLLM's own decides (test_kv_load_cap.py)."""
 
-    def __init__(self, stream: Stream, model: Path) -> None:
-        remote = any(ask.load_steps is not None for ask in stream.asks)
-        config, structured = _engine_config(model, stream.enable_prefix_caching, remote)
+    def __init__(self, stream: Stream, model: Path, connector: type | None = None) -> None:
+        if any(ask.load_steps is not None for ask in stream.asks):
+            connector = Elsewhere
+        config, structured = _engine_config(model, stream.enable_prefix_caching, connector)
         knobs = config.scheduler_config
         knobs.max_num_seqs = stream.max_num_seqs
         knobs.max_num_batched_tokens = knobs.max_num_scheduled_tokens = stream.max_num_batched_tokens
@@ -183,23 +192,17 @@ class EngineSide:
             step.scheduled[name] = tokens, context < self._prefill_end[name]
             done = request.num_computed_tokens >= request.num_tokens
             sampled[name] = [self._asks[name].answer[request.num_output_tokens]] if done else []
-        self.scheduler.update_from_output(output, self._runner_output(number, sampled))
+        self.scheduler.update_from_output(output, _runner_output(sampled, self._received(number)))
         step.finished = sorted(name for name in sampled if name not in requests)
         self.arrivals.ended(step.finished, number)
         return step
 
-    def _runner_output(self, number: int, sampled: dict[str, list[int]]) -> ModelRunnerOutput:
+    def _received(self, number: int) -> set[str]:
+        """Whose KV arrives in a step."""
         for name, request in self.scheduler.requests.items():
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and name not in self._loaded_at:
                 self._loaded_at[name] = number + (self._asks[name].load_steps or 0)
-        received = {name for name, due in self._loaded_at.items() if due == number}
-        names = list(sampled)
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=list(sampled.values()),
-            kv_connector_output=KVConnectorOutput(finished_recving=received or None),
-        )
+        return {name for name, due in self._loaded_at.items() if due == number}
 
     def _add(self, ask: Ask) -> None:
         params = SamplingParams(max_tokens=len(ask.answer), ignore_eos=True)
@@ -212,6 +215,16 @@ class EngineSide:
                 block_hasher=self._hasher,
             )
         )
+
+
+def _runner_output(sampled: dict[str, list[int]], received: set[str]) -> ModelRunnerOutput:
+    names = list(sampled)
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: i for i, name in enumerate(names)},
+        sampled_token_ids=list(sampled.values()),
+        kv_connector_output=KVConnectorOutput(finished_recving=received or None),
+    )
 
 
 class SimulatorSide:

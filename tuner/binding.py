@@ -88,6 +88,8 @@ def warnings_of(found: Probe) -> list[str]:
     rejected = found.metrics["requests"]["rejected"]
     if rejected:
         notes.append(f"{rejected:g} requests are longer than the context limit or a rank's KV pool and were rejected")
+    if failed := found.metrics["requests"].get("failed"):
+        notes.append(f"{failed:g} requests failed, whose answers were under way on an instance that was lost")
     return notes
 
 

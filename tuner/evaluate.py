@@ -14,6 +14,7 @@ from rackplan.engine.deployment import DpSync
 from rackplan.simulator.acceptance import USUAL, Drafting
 from rackplan.simulator.arrivals import TraceWorkload
 from rackplan.simulator.eplb_run import STEADY_RUN, ExpertRun
+from rackplan.simulator.faults import Failure
 from rackplan.simulator.request import Load, Workload
 from rackplan.simulator.simulate import RunOptions
 from rackplan.simulator.workloads import parse_workload
@@ -44,20 +45,21 @@ def simulate_document(
     seed: int,
     run: ExpertRun = STEADY_RUN,
     drafting: Drafting = USUAL,
+    failures: tuple[Failure, ...] = (),
 ) -> dict[str, Any]:
     """The contract's simulation document.
 
     A closed loop (`concurrency`) runs for `duration_s` and is measured after a fifth of it; an open loop (`rate` in
     req/s, or the recorded arrivals with neither) has arrivals for `duration_s` and runs until all have ended. `run`:
-    what happens to the experts in it. Raises InputError on bad input, InfeasibleError where the deployment does not fit
-    its GPUs.
+    what happens to the experts in it; `failures`: instances that are lost in it. Raises InputError on bad input,
+    InfeasibleError where the deployment does not fit its GPUs.
     """
     parsed = parse_workload(workload)
     fitted = fitted_for(deployment, calibration)
     load = Load(concurrency=concurrency, rate_req_s=rate, cv=cv)
     check_memory(deployment)
     _check_size(load, duration_s)
-    options = replace(run_options(load, duration_s, seed), experts=run, drafting=drafting)
+    options = replace(run_options(load, duration_s, seed), experts=run, drafting=drafting, failures=failures)
     found = merge(deployment, load, _replicate(deployment, parsed, load, fitted, options, replications))
     _check_measured(found, duration_s, options.warmup_s)
     inputs = {
@@ -72,6 +74,7 @@ def simulate_document(
         "replications": replications,
         "seed": seed,
         "run": run_document(run),
+        "fail": [str(f) for f in failures] or None,
         **drafting.to_inputs(),
     }
     return {

@@ -6,6 +6,7 @@ import yaml
 
 from rackplan.engine import Deployment, Eplb, InputError, parse_deployment
 from rackplan.simulator.acceptance import USUAL, Drafting
+from rackplan.simulator.faults import Failure
 from rackplan.tuner.evaluate import simulate_document
 from rackplan.tuner.run_settings import CONDITIONS, PREFIX, expert_run, run_document
 
@@ -40,12 +41,13 @@ def compare(
     replications: int,
     seed: int,
     drafting: Drafting = USUAL,
+    failures: tuple[Failure, ...] = (),
 ) -> dict[str, Any]:
     """{"base", "changed": simulation documents, "changes", "moved", "why"}.
 
-    Keys that begin with `run.` are of the run (ExpertRun), and drift is of both sides. Raises InputError on a change
-    that cannot be or has no effect, InfeasibleError where the changed deployment does not
-    fit its GPUs."""
+    Keys that begin with `run.` are of the run (ExpertRun), and drift is of both sides; `failures` are of the changed
+    side. Raises InputError on a change that cannot be or has no effect, InfeasibleError where the changed deployment
+    does not fit its GPUs."""
     of_run = [(key.removeprefix(PREFIX), text) for key, text in changes if key.startswith(PREFIX)]
     changed, effective = apply_changes(base, [pair for pair in changes if not pair[0].startswith(PREFIX)])
     drafting.check_effect(max(d.speculation.draft_tokens for d in (base, changed)))
@@ -54,6 +56,8 @@ def compare(
     always = expert_run({k: v for k, v in values.items() if k in CONDITIONS}, changed, f"--set {PREFIX}")
     was, becomes = run_document(always), run_document(run)
     effective |= {PREFIX + k: {"base": was[k], "changed": becomes[k]} for k in values}
+    if failures:
+        effective["fail"] = {"base": None, "changed": [str(f) for f in failures]}
     load: dict[str, Any] = {
         "workload": workload,
         "concurrency": concurrency,
@@ -66,7 +70,7 @@ def compare(
         "drafting": drafting,
     }
     before = simulate_document(base, **load, run=always)
-    after = simulate_document(changed, **load, run=run)
+    after = simulate_document(changed, **load, run=run, failures=failures)
     return {
         "base": before,
         "changed": after,
@@ -158,8 +162,9 @@ def _why(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     olds, news = ({p["role"]: p for p in d["pools"]} for d in (before, after))
     for role in olds.keys() & news.keys():
         old, new = olds[role], news[role]
-        for cause, share in old["gpu_time_share"].items():
-            shift = new["gpu_time_share"][cause] - share
+        for cause in old["gpu_time_share"] | new["gpu_time_share"]:
+            share = old["gpu_time_share"].get(cause, 0.0)
+            shift = new["gpu_time_share"].get(cause, 0.0) - share
             if abs(shift) >= 0.01 and cause != "compute":
                 name = cause.replace("_", " ")
                 found.append((abs(shift), f"{role}: {name} {share:.1%} -> {share + shift:.1%} of its GPU time"))
