@@ -29,7 +29,7 @@ from rackplan.calibration.figures import cpu_side
 from rackplan.calibration.file import CalibrationFile, MeasuredRange
 from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, summarise
 from rackplan.calibration.gpu_fit import GpuFit
-from rackplan.calibration.h200_launches import CAPTURED_TOKENS, host_launches
+from rackplan.calibration.h200_launches import CAPTURED_TOKENS, host_launches, slowness
 from rackplan.calibration.h200_rows import DATA, FORWARD_FILES, PROFILES, profile_rows, served_rows
 from rackplan.calibration.physics import Coefficients
 from rackplan.calibration.profile_gpu import SHORT_CHUNK_TOKENS
@@ -38,7 +38,7 @@ from rackplan.calibration.readers.profile_folder import ProfileRun, read_profile
 from rackplan.calibration.records import ServedRun
 from rackplan.calibration.rows import Row
 from rackplan.calibration.served import PromptSteps, decode_intervals_ms, prompt_steps
-from rackplan.calibration.served_log import Front, front_of, host_terms, mean_front
+from rackplan.calibration.served_log import Front, front_of, host_terms, mean_front, mean_host_terms
 from rackplan.engine import Deployment, parse_deployment
 
 SERVED_RUNS = {rate: PROFILES / f"bench_serve_agg8192_{rate}_2048x256.json.gz" for rate in ("r4", "r12")}
@@ -208,11 +208,12 @@ def fit() -> Fit:
     intervals = decode_intervals_ms(runs)
     rows = profile_rows() + served_rows(intervals.items())
     gpu = GPU_FIT.fit(rows)
-    logs = [run.logs[""][0] for run in calm_runs()]
-    fronts = [front_of(run.served, log) for run, log in zip(calm_runs(), logs, strict=True)]
-    front = mean_front([f for f in fronts if f is not None])
-    host = host_terms(logs, CAPTURED_TOKENS)
-    launches = host_launches(launch_steps(), lone_prompt_ms() - front.total_ms)
+    steps = launch_steps()
+    scales = slowness(steps)
+    logged = [(run.served, run.logs[""][0], scales[run.name]) for run in calm_runs()]
+    front = mean_front([f.scaled(scale) for served, log, scale in logged if (f := front_of(served, log))])
+    host = mean_host_terms([host_terms(log, CAPTURED_TOKENS, scale) for _, log, scale in logged])
+    launches = host_launches(steps, lone_prompt_ms() - front.total_ms)
     return Fit(
         coefficients={
             **cpu_side(),

@@ -3,6 +3,9 @@
 A launch takes what the host's CPU makes of it. Hosts differ, and so do the minutes of one: the same calm load launched
 in 58 to 79 ms. So a file holds the level of one host, that of the first of MACHINES; how far others lie apart is its
 error. How launches spread within a run, and what tokens add, comes from all.
+
+What else a host does follows its launches: the front end took 13.2, 12.3 and 11.0 ms on machines that launched in 79,
+74 and 64. So what a machine with step logs tells of the host is brought to the file's by their launches.
 """
 
 from collections.abc import Mapping
@@ -30,6 +33,12 @@ MACHINES = (
     ("turns_load0_3", "turns_load0_4"),
 )
 """Runs on one GPU that tell launches, by the machine that they ran on; the first is the file's."""
+
+
+def slowness(steps: Mapping[str, PromptSteps]) -> dict[str, float]:
+    """By run: how much longer a launch takes on the file's host than on the run's. `steps`: by run."""
+    means = [m.ms.mean() for m in by_machine(launches_by_run(steps, eager=True))]
+    return {name: float(means[0] / mean) for names, mean in zip(MACHINES, means, strict=True) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from rackplan.calibration.profile_host import (
     several_ranks_ms,
 )
 from rackplan.calibration.readers.profile_folder import Profile
-from rackplan.calibration.served_log import host_terms
+from rackplan.calibration.served_log import host_terms, mean_host_terms
 from rackplan.engine import model_spec
 
 HOST = ("host_step_ms", "host_request_ms")
@@ -164,13 +164,12 @@ def _with_hidden_host(found: Found, profile: Profile) -> Found:
     """The host's work where no step without overlap tells it: of decode steps behind eager ones."""
     if not set(HOST) <= set(found.carried):
         return found
-    logs, captured = [], 0
+    told = []
     for run in profile.runs:
         pool, own = run.deployment.pools[0], run.logs.get("", ())
         if run.deployment.gpus == 1 and pool.async_scheduling and len(own) == 1:
-            logs.append(own[0])
-            captured = pool.max_cudagraph_capture_size
-    if terms := host_terms(logs, captured):
+            told.append(host_terms(own[0], pool.max_cudagraph_capture_size))
+    if terms := mean_host_terms(told):
         return found.measured(terms).noted("Host times are of decode steps behind eager ones, over all step logs.")
     return found.noted(f"No served step tells the host's work apart: host times are carried from {CARRIED_FROM}.")
 

@@ -18,19 +18,17 @@ MOST_REQUEST_MS = 40.0
 COARSE_MS, FINE_MS = 1.0, 0.5
 
 
-def host_terms(logs: Iterable[StepLog], captured_tokens: int) -> dict[str, float]:
-    """Host work of a decode step and of a request, ms: mean over the logs that tell, empty where none does."""
-    found = [terms for log in logs if (terms := _host_terms(log, captured_tokens))]
-    if not found:
-        return {}
-    step_ms, request_ms = np.mean(found, axis=0).tolist()
-    return {"host_step_ms": step_ms, "host_request_ms": request_ms}
+def mean_host_terms(found: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Over those of several logs that tell; empty where none does."""
+    told = [terms for terms in found if terms]
+    return {key: float(np.mean([terms[key] for terms in told])) for key in (told[0] if told else ())}
 
 
-def _host_terms(log: StepLog, captured_tokens: int) -> tuple[float, float] | None:
-    """The time from the begin of a decode step behind an eager one to that of the next, a constant and a part per
-    request. The GPU ended when the eager launch did, so nothing hides it. Theil-Sen, since some eager steps are bound
-    by the GPU; only those of one prompt count. None where fewer than LEAST_STEPS tell."""
+def host_terms(log: StepLog, captured_tokens: int, scale: float = 1.0) -> dict[str, float]:
+    """Host work of a decode step and of a request, ms: the time from the begin of a decode step behind an eager one to
+    that of the next. The GPU ended when the eager launch did, so nothing hides it. Theil-Sen, since some eager steps
+    are bound by the GPU; only those of one prompt count. Empty where fewer than LEAST_STEPS tell. `scale`: of a host
+    that takes so much longer."""
     requests, ms = [], []
     for before, step, after in zip(log.steps, log.steps[1:], log.steps[2:], strict=False):
         eager = len(before.prefill) == 1 and before.prefill[0][0] > captured_tokens
@@ -38,9 +36,9 @@ def _host_terms(log: StepLog, captured_tokens: int) -> tuple[float, float] | Non
             requests.append(step.decode_requests)
             ms.append((after.t_s - step.t_s) * 1e3)
     if len(ms) < LEAST_STEPS or len(set(requests)) < 2:
-        return None
+        return {}
     slope, fixed, *_ = theilslopes(ms, requests)
-    return max(0.0, float(fixed)), max(0.0, float(slope))
+    return {"host_step_ms": max(0.0, float(fixed) * scale), "host_request_ms": max(0.0, float(slope) * scale)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +49,10 @@ class Front:
     total_ms: float
     token_ms: float
     turn_ms: float
+
+    def scaled(self, scale: float) -> "Front":
+        """On a host that takes `scale` times as long."""
+        return Front(total_ms=self.total_ms * scale, token_ms=self.token_ms * scale, turn_ms=self.turn_ms * scale)
 
 
 def mean_front(fronts: Sequence[Front]) -> Front:

@@ -113,7 +113,7 @@ def test_log_and_client_tell_the_front_end_again(token_ms, host_ms):
         token_s=[np.array(t) for t in tokens], metrics={},
     )  # fmt: skip
     log = StepLog(config={}, steps=tuple(steps))
-    assert host_terms([log], 512) == pytest.approx({"host_step_ms": 3.0, "host_request_ms": host_ms}, rel=0.02)
+    assert host_terms(log, 512) == pytest.approx({"host_step_ms": 3.0, "host_request_ms": host_ms}, rel=0.02)
     front = front_of(served, log)
     assert front is not None
     assert front.token_ms == pytest.approx(token_ms, rel=0.05)
@@ -123,7 +123,7 @@ def test_log_and_client_tell_the_front_end_again(token_ms, host_ms):
 def test_two_runs_of_a_day_tell_the_host_alike():
     (log,) = h200.profile_runs()["dep1_load1"].logs[""]
     shipped = calibration_file("h200-v2-lite").coefficients
-    found = host_terms([log], h200.CAPTURED_TOKENS)
+    found = host_terms(log, h200.CAPTURED_TOKENS)
     for requests_ in (16, 64, 128):
         ms = found["host_step_ms"] + found["host_request_ms"] * requests_
         assert ms == pytest.approx(shipped.host_step_ms + shipped.host_request_ms * requests_, rel=0.2)
