@@ -14,7 +14,7 @@ MOST_COALESCED_STEPS = 256
 class Ranks:
     """`batch`: the running requests; `load`, `load_tokens` (ranks,): requests on each rank and their tokens, for the
     router. `outputs`: what the last step made, first tokens and ends (True). `blocked`: by rank, what held its requests
-    back in the last plan. `host_loads`: requests whose load from host memory is to begin.
+    back in the last plan. `begun_loads`: requests whose load is to begin.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class Ranks:
         self.model, self.pool = model, model.pool
         self.load, self.load_tokens = load, load_tokens
         self.queues = [Rank(model.make_cache(), model.make_host_tier()) for _ in range(model.pool.dep)]
-        self.host_loads: list[Sequence] = []
+        self.begun_loads: list[Sequence] = []
         self.batch = DecodeBatch(self.queues, model.kv_tokens, model.acceptance)
         self.outputs: list[tuple[Sequence, bool]] = []
         self.blocked: dict[int, str] = {}
@@ -37,13 +37,17 @@ class Ranks:
     # -- what comes from outside ----------------------------------------------------------------------------------
     def add(self, seq: Sequence) -> None:
         """Queue a request on its rank."""
-        queue = self.queues[seq.rank]
-        (queue.loaded if seq.kv_loaded else queue.waiting).append(seq)
+        self.queues[seq.rank].waiting.append(seq)
         self._busy.add(seq.rank)
 
-    def add_loaded(self, seq: Sequence) -> None:
-        """What host memory had of a request's prompt is in KV: it is first in line."""
-        self.queues[seq.rank].waiting.appendleft(seq)
+    def end_load(self, seq: Sequence) -> None:
+        """What was to be loaded is in KV: all of the prompt, or what host memory had of it, which is first in line."""
+        queue = self.queues[seq.rank]
+        if seq.kv_elsewhere:
+            queue.end_load(seq)
+        else:
+            queue.loading -= 1
+            queue.waiting.appendleft(seq)
         self._busy.add(seq.rank)
 
     def release(self, seq: Sequence) -> bool:
@@ -65,17 +69,28 @@ class Ranks:
             cache.end(request, request.input_tokens)
             cache.evict_to(self.model.kv_tokens)
 
+    def can_load_beside(self, seq: Sequence, steps: int) -> bool:
+        """Will the scheduler begin the load of `seq` when it next looks, whichever loads end before, and have KV left
+        for the next `steps`?"""
+        rank, pool = self.queues[seq.rank], self.pool
+        most = len(rank.decoding) + rank.loading
+        return (
+            seq.rank not in self._busy
+            and most < pool.max_num_seqs
+            and most * self._width < pool.max_num_batched_tokens
+            and seq.prompt_tokens <= self.batch.room(seq.rank, self.batch.step + steps)
+        )
+
+    def hold_load(self, seq: Sequence) -> None:
+        """The load of `seq` begins beside steps that are under way."""
+        self.queues[seq.rank].begin_load(seq)
+        self._hold_loads(seq.rank)
+        self.begun_loads.clear()
+
     def is_blocked(self, r: int, kv_loaded: bool) -> bool:
         """Can a request that comes to rank `r` not start before another ends? One with its KV needs no more of it."""
         reason = self.blocked.get(r)
         return reason is not None and not (kv_loaded and reason == "kv_full")
-
-    def room_to_load(self, r: int, steps: int) -> float:
-        """KV tokens for a hand-over to rank `r` in the step that follows `steps` from now. It may not take what prompts
-        in prefill still need; the chunks under way are counted twice."""
-        room = self.batch.room(r, self.batch.step + steps)
-        partial = self.queues[r].partial
-        return room - sum([seq.prompt_tokens - seq.computed_tokens for seq in partial]) if partial else room
 
     def begin_wave(self) -> None:
         """Nothing runs: `prefill_schedule_interval` counts from the next step on."""
@@ -104,8 +119,8 @@ class Ranks:
                 room = self._room_to_admit(r, chunks) if rank.waiting else 0.0
                 given = Given(now_ns, visible_before_ns, room, self._width, self.model.replay_tokens, defers)
                 plan = plan_rank(rank, self.pool, chunks, given)
-                if rank.from_host:
-                    self._hold_host_loads(r)
+                if rank.begun:
+                    self._hold_loads(r)
             if plan.blocked_by:
                 blocked[r] = plan.blocked_by
             if plan.chunks or plan.loads:
@@ -131,13 +146,14 @@ class Ranks:
             cache.evict_to(int(room))
         return room
 
-    def _hold_host_loads(self, r: int) -> None:
-        """KV for what is loaded from host memory, from the start of the load on."""
+    def _hold_loads(self, r: int) -> None:
+        """KV for what is loaded, from the start of the load on."""
         rank, batch = self.queues[r], self.batch
-        batch.hold(r, sum([seq.host_tokens - seq.shared_tokens for seq in rank.from_host]))
+        own = [s.prompt_tokens if s.kv_elsewhere else s.host_tokens - s.shared_tokens for s in rank.begun]
+        batch.hold(r, sum(own))
         rank.cache.evict_to(int(batch.room(r, batch.step)))
-        self.host_loads += rank.from_host
-        rank.from_host.clear()
+        self.begun_loads += rank.begun
+        rank.begun.clear()
         if rank.only_decodes:
             self._busy.discard(r)
 

@@ -1,11 +1,14 @@
 """vLLM's scheduler for one data-parallel rank: what runs in the next step. Decisions only; it knows no clock.
 
-Order, as in vLLM: running before waiting; the running requests' decodes, then their prefill chunks; then waiting
-requests first come, first served, while tokens, sequences and KV last. The head of the line is never overtaken. vLLM
-goes through the running requests in order of admission; a request behind a chunk was admitted with what that chunk left
-over, which never shrinks, so decodes before chunks is the same.
+Order, as in vLLM: running before waiting; the running requests' decodes, then their prefill chunks; then those whose KV
+was loaded, in the order in which their loads began; then waiting requests first come, first served, while tokens,
+sequences and KV last. The head of the line is never overtaken. One whose KV is elsewhere begins its load when its turn
+comes: it takes KV and no more, so that loads begin while there is a seat, as many as find KV. vLLM goes through the
+running requests in order of admission; a request behind a chunk was admitted with what that chunk left over, which
+never shrinks, so decodes before chunks is the same.
 """
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
@@ -21,8 +24,9 @@ from rackplan.simulator.request import Request
 class Sequence:
     """A request inside one instance. `prompt_tokens`: what has to be in the KV cache before it decodes;
     `load_tokens`: what the router counts it with; `shared_tokens`: of its hit, what others held when it was admitted;
-    `host_tokens`: of its prompt in KV, with what was loaded from host memory, before it is admitted; `place`: in its
-    rank's order of admission."""
+    `host_tokens`: of its prompt in KV, with what was loaded from host memory, before it is admitted; `kv_elsewhere`: a
+    prefill instance has its prompt's KV, `kv_loaded`: it came from there; `load_place`, `place`: in its rank's order of
+    loads begun, and of admission."""
 
     request: Request
     rank: int
@@ -34,6 +38,7 @@ class Sequence:
     shared_tokens: int = 0
     host_tokens: int = 0
     generated_tokens: int = 0
+    kv_elsewhere: bool = False
     kv_loaded: bool = False
     finish_step: int = -1
     start_step: int = 0
@@ -44,6 +49,7 @@ class Sequence:
     preemptions: int = 0
     prefill_done_ns: int = -1
     place: int = -1
+    load_place: int = -1
 
 
 class RankPlan(NamedTuple):
@@ -72,17 +78,31 @@ class Given(NamedTuple):
 
 
 class Rank:
-    """Queues and prefix cache of one data-parallel rank. `loaded`: requests whose KV came from a prefill instance;
-    `partial`: prompts in prefill, in order of admission; `decoding`: in order of their first decode; `admitted`: how
-    many were, ever; `is_saturated`: the last step that might admit a prompt left one waiting; `from_host`: requests
-    whose load from host memory the last plan began."""
+    """Queues and prefix cache of one data-parallel rank. `loaded`: requests whose KV came from a prefill instance, in
+    the order in which their loads began; `partial`: prompts in prefill, in order of admission; `decoding`: in order of
+    their first decode; `admitted`: how many were, ever; `is_saturated`: the last step that might admit a prompt left
+    one waiting; `begun`: requests whose load, from host memory or elsewhere, the last plan began; `loads_begun`: how
+    many did, ever; `loading`: loads under way."""
 
-    __slots__ = ("admitted", "cache", "decoding", "from_host", "host", "is_saturated", "loaded", "partial", "waiting")
+    __slots__ = (
+        "admitted",
+        "begun",
+        "cache",
+        "decoding",
+        "host",
+        "is_saturated",
+        "loaded",
+        "loading",
+        "loads_begun",
+        "partial",
+        "waiting",
+    )
 
     def __init__(self, cache: PrefixCache, host: HostTier | None = None) -> None:
         self.cache, self.host = cache, host
-        self.from_host: list[Sequence] = []
-        self.loaded: deque[Sequence] = deque()
+        self.begun: list[Sequence] = []
+        self.loads_begun = self.loading = 0
+        self.loaded: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.partial: list[Sequence] = []
         self.decoding: dict[Sequence, None] = {}
@@ -93,10 +113,11 @@ class Rank:
         """Is there a prompt in prefill, or a request that came before?"""
         if self.partial:
             return True
-        loaded, waiting = self.loaded, self.waiting
-        return bool(
-            (loaded and loaded[0].ready_ns < visible_before_ns) or (waiting and waiting[0].ready_ns < visible_before_ns)
-        )
+        for seq in self.loaded:
+            if seq.ready_ns < visible_before_ns:
+                return True
+        waiting = self.waiting
+        return bool(waiting and waiting[0].ready_ns < visible_before_ns)
 
     @property
     def only_decodes(self) -> bool:
@@ -107,11 +128,28 @@ class Rank:
         return max((*self.decoding, *self.partial), key=lambda seq: seq.place)
 
     def is_shared(self, visible_before_ns: int) -> bool:
-        """Is there more than one request?"""
-        seen = len(self.decoding) + len(self.partial)
-        for queue in (self.loaded, self.waiting):
-            seen += sum(seq.ready_ns < visible_before_ns for seq in islice(queue, 2))
-        return seen > 1
+        """Is there more than one request? Those whose KV is on its way count."""
+        seen = len(self.decoding) + len(self.partial) + self.loading + len(self.loaded)
+        return seen + sum(seq.ready_ns < visible_before_ns for seq in islice(self.waiting, 2)) > 1
+
+    def begin_load(self, seq: Sequence) -> None:
+        """`seq` takes KV, and waits for what is loaded into it."""
+        seq.load_place = self.loads_begun
+        self.loads_begun += 1
+        self.loading += 1
+        self.begun.append(seq)
+
+    def end_load(self, seq: Sequence) -> None:
+        """The prompt's KV has come from elsewhere."""
+        self.loading -= 1
+        seq.kv_elsewhere, seq.kv_loaded = False, True
+        insort(self.loaded, seq, key=lambda other: other.load_place)
+
+    def unfinished_tokens(self, chunks: list[tuple[Sequence, int]]) -> int:
+        """Tokens of the prompts in prefill that find no KV yet, once `chunks` have."""
+        if not self.partial:
+            return 0
+        return sum([s.prompt_tokens - s.computed_tokens for s in self.partial]) - sum([new for _, new in chunks])
 
 
 def running_chunks(rank: Rank, pool: Pool, *, visible_before_ns: int, width: int) -> list[tuple[Sequence, int]]:
@@ -134,7 +172,7 @@ def plan_rank(rank: Rank, pool: Pool, chunks: list[tuple[Sequence, int]], given:
     seats = pool.max_num_seqs - len(rank.decoding) - len(rank.partial)
     loads: list[Sequence] = []
     started: list[Sequence] = []
-    blocked_by = None
+    blocked_by = why = None
     if rank.loaded:  # requests that hold KV already drain first
         loads, blocked_by = _take_loaded(rank, pool, given, seats, budget)
         budget -= len(loads) * given.width
@@ -144,7 +182,7 @@ def plan_rank(rank: Rank, pool: Pool, chunks: list[tuple[Sequence, int]], given:
         blocked_by = why or blocked_by
     if given.defers:
         return RankPlan(started, chunks, loads, None)  # what is held back is asked again in the next step
-    rank.is_saturated = blocked_by not in (None, "admission_cap")
+    rank.is_saturated = why is not None
     return RankPlan(started, chunks, loads, blocked_by)
 
 
@@ -153,14 +191,16 @@ def _take_loaded(
 ) -> tuple[list[Sequence], str | None]:
     """Move out what may start to decode, each with `width` tokens; what held the others back."""
     loads: list[Sequence] = []
-    loaded, cap, width = rank.loaded, pool.max_new_kv_loads_per_step, given.width
-    while loaded and loaded[0].ready_ns < given.visible_before_ns:
+    cap, width = pool.max_new_kv_loads_per_step, given.width
+    for seq in rank.loaded.copy():
+        if seq.ready_ns >= given.visible_before_ns:
+            continue
         blocked_by = _no_place(seats - len(loads), budget - len(loads) * width, width)
         if blocked_by is None and cap is not None and len(loads) >= cap:
             blocked_by = "admission_cap"
         if blocked_by:
             return loads, blocked_by
-        seq = loaded.popleft()
+        rank.loaded.remove(seq)
         _admit(rank, seq, given.now_ns)
         loads.append(seq)
     return loads, None
@@ -177,6 +217,13 @@ def _take_waiting(
         seq = waiting[0]
         if blocked_by := _no_place(seats, budget, 1):
             return started, blocked_by
+        if seq.kv_elsewhere:
+            if seq.prompt_tokens > room_tokens - rank.unfinished_tokens(chunks):
+                return started, "kv_full"
+            waiting.popleft()
+            rank.begin_load(seq)
+            room_tokens -= seq.prompt_tokens
+            continue
         cached = _cached_tokens(rank, seq, given.replay_tokens, pool.enable_prefix_caching)
         over = seq.prompt_tokens - room_tokens
         if over > 0 and over > (seq.host_tokens or rank.cache.held_tokens(seq.request, cached)):
@@ -248,4 +295,4 @@ def _load_from_host(rank: Rank, seq: Sequence, cached: int, in_host: int) -> Non
     """`seq` waits for what host memory has of its prompt behind the `cached` tokens; it takes KV from now on."""
     seq.shared_tokens = rank.cache.begin(seq.request, cached)
     seq.computed_tokens, seq.host_tokens = cached, in_host
-    rank.from_host.append(seq)
+    rank.begin_load(seq)

@@ -244,8 +244,6 @@ class _Run:
         self.transfers.hand_over(seq, instance)
 
     def _finished(self, seq: Sequence, instance: Instance) -> None:
-        if self.transfers is not None:
-            self.transfers.room_freed(instance, seq.rank)
         r = seq.request
         self.ended.extend(
             (
