@@ -50,6 +50,7 @@ class Pool(_Part):
     GPUs of an instance = dep x tp: attention is data-parallel over `dep` ranks, experts lie over all its GPUs.
     `enable_dbo`: dual-batch overlap, on DeepEP's all-to-all kernels.
     `kv_offloading_gib`: host memory of each data-parallel rank that keeps the KV of computed prompts, 0 for none.
+    `output_proc_chunk_size`: requests whose outputs an API server handles before it turns to others.
     `redundant_experts`: this pool's own number of replicas, where EPLB is on; None takes eplb.redundant_experts.
     """
 
@@ -69,6 +70,7 @@ class Pool(_Part):
     async_scheduling: bool = True
     redundant_experts: int | None = Field(None, ge=0)
     enable_dbo: bool = False
+    output_proc_chunk_size: int = Field(128, ge=1)
     offload: WeightOffload = WeightOffload()
 
     @property

@@ -63,7 +63,8 @@ class Instance:
         self._batch = self.ranks.batch
         self._run: StepRun | None = None  # the run of steps under way, where an arrival may cut it
         token_ms = model.frontend_token_ms
-        self._frontend = FrontEnd(token_ms, model.frontend_turn_ms, model.pool.dep) if token_ms else None
+        ranks, chunk = model.pool.dep, model.pool.output_proc_chunk_size
+        self._frontend = FrontEnd(token_ms, model.frontend_turn_ms, ranks, chunk) if token_ms else None
         self._lead_ms = 0.0  # how far the host is ahead of the GPU
         self._seen_ms = 0.0  # how long before the step's end the scheduler looks at its queue
         self._sync_ms = model.cost.dp_sync_ms()

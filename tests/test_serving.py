@@ -70,6 +70,7 @@ CHANGED = {
     "async_scheduling": False,
     "redundant_experts": 0,
     "enable_dbo": True,
+    "output_proc_chunk_size": 16,
     "offload.group_size": 8,
     "kv_offloading_gib": 500,
     "offload.num_in_group": 2,
