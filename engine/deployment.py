@@ -93,9 +93,11 @@ class Eplb(_Part):
 
 
 class Speculation(_Part):
-    """Speculative decoding: `draft_tokens` a step, verified by decode and aggregated pools; 0 is off."""
+    """Speculative decoding: `draft_tokens` a step, verified by decode and aggregated pools; 0 is off.
+    `enable_adaptive_verification`: as many of them as are worth their time."""
 
     draft_tokens: int = Field(0, ge=0)
+    enable_adaptive_verification: bool = False
 
 
 class KvTransfer(_Part):
@@ -210,6 +212,8 @@ def _check_effect(deployment: Deployment) -> None:
         if not eplb.enabled and getattr(eplb, key) != getattr(usual, key):
             mend = f"set {getattr(usual, key)}".lower()
             raise ValueError(f"eplb.{key} has no effect while eplb.enabled=false; enable it or {mend}")
+    if deployment.speculation.enable_adaptive_verification and (why := _adaptive_misfit(deployment)):
+        raise ValueError(f"speculation.enable_adaptive_verification=true: {why}")
     router = deployment.router
     if router.affinity_timeout_s is not None and router.policy != "session_affinity":
         raise ValueError(
@@ -218,6 +222,17 @@ def _check_effect(deployment: Deployment) -> None:
         )
     if deployment.kv_transfer.mode == "pull" and not deployment.disaggregated:
         raise ValueError("kv_transfer.mode=pull has no effect: an aggregated pool hands no KV over; remove it")
+
+
+def _adaptive_misfit(deployment: Deployment) -> str | None:
+    """Why vLLM does not verify adaptively, and what to set. None where it does."""
+    draft = deployment.model_spec.draft
+    if not deployment.speculation.draft_tokens:
+        return "has no effect without drafts; set speculation.draft_tokens or remove it"
+    if draft is None or draft.name != "DSpark":
+        return f"vLLM does so with DSpark's drafts alone, {deployment.model} has others; remove it"
+    eager = [p.role for p in deployment.pools if p.role != "prefill" and not p.max_cudagraph_capture_size]
+    return f"wants CUDA graphs; set {eager[0]}.max_cudagraph_capture_size or remove it" if eager else None
 
 
 def _check_width(pool: Pool, deployment: Deployment, model: ModelSpec, gpu: GpuSpec) -> None:

@@ -154,8 +154,8 @@ def speculation_flags(deployment: Deployment) -> Flags:
             f"{', '.join(DRAFT_METHODS)}; set 0"
         )
     config: dict[str, Any] = {"method": DRAFT_METHODS[draft.name], "num_speculative_tokens": drafts}
-    if config["method"] == "dspark":  # each step verifies all drafts, as it is simulated
-        config["enable_adaptive_verification"] = False
+    if config["method"] == "dspark":
+        config["enable_adaptive_verification"] = deployment.speculation.enable_adaptive_verification
     return ["--speculative-config", as_json(config)]
 
 

@@ -240,7 +240,8 @@ class Instance:
         experts = eplb or model
         extra_ms, self._extra_host_ms = self._extra_host_ms, 0.0
         after_ms, self._after_ms = self._after_ms, 0.0
-        load = load_of(plans, batch, 1 + model.acceptance.draft_tokens, experts.cost)
+        drafts = model.verification.settle(batch) if model.verification else model.acceptance.draft_tokens
+        load = load_of(plans, batch, 1 + drafts, experts.cost)
         steps = 1 if plans or extra_ms or after_ms else self.ranks.steps_ahead()
         if eplb:
             steps = min(steps, eplb.steps_ahead(batch.step))

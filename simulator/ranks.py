@@ -205,7 +205,7 @@ class Ranks:
         seq = rank.last_admitted()
         rank.cache.evict_to(0)
         if seq in rank.decoding:
-            seq.generated_tokens += round(seq.growth * (batch.step - seq.start_step))
+            seq.generated_tokens += round(seq.done_tokens + seq.growth * (batch.step - seq.start_step))
             seq.prompt_tokens = seq.request.input_tokens + seq.generated_tokens
             batch.stop(seq)
         else:

@@ -26,7 +26,7 @@ class Sequence:
     `load_tokens`: what the router counts it with; `shared_tokens`: of its hit, what others held when it was admitted;
     `host_tokens`: of its prompt in KV, with what was loaded from host memory, before it is admitted; `kv_elsewhere`: a
     prefill instance has its prompt's KV, `kv_loaded`: it came from there; `load_place`, `place`: in its rank's order of
-    loads begun, and of admission."""
+    loads begun, and of admission; `done_tokens`: decoded since it began to, before `start_step`."""
 
     request: Request
     rank: int
@@ -42,7 +42,8 @@ class Sequence:
     kv_loaded: bool = False
     finish_step: int = -1
     start_step: int = 0
-    start_context: int = 0
+    start_context: float = 0
+    done_tokens: float = 0.0
     growth: float = 0.0
     first_token_ns: int = -1
     scheduled_ns: int = -1
