@@ -63,7 +63,9 @@ def deployments(draw):
         "max_num_seqs": draw(st.sampled_from([1, 4, 64])),
         "async_scheduling": draw(st.booleans()),
     }
-    top = {"model": model, "gpu": gpu, "speculation": {"draft_tokens": drafts}}
+    adaptive = drafts > 0 and draw(st.booleans())
+    top = {"model": model, "gpu": gpu}
+    top["speculation"] = {"draft_tokens": drafts, "enable_adaptive_verification": adaptive}
     top["router"] = {"policy": draw(st.sampled_from(get_args(RouterPolicy)))}
     if top["router"]["policy"] == "session_affinity":
         top["router"]["affinity_timeout_s"] = draw(st.sampled_from([None, 0.5]))
