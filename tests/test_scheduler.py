@@ -4,7 +4,7 @@ the two step by step.
 
 import numpy as np
 import pytest
-from models import FakeCalibration, GivenRequests, aggregated, requests, with_kv_tokens
+from models import FakeCalibration, GivenRequests, aggregated, disaggregated, requests, with_kv_tokens
 
 from rackplan.engine import InputError
 from rackplan.simulator.request import Load, Request
@@ -41,6 +41,20 @@ def test_the_request_admitted_last_is_preempted_even_in_its_prefill():
     assert result.pools[0].preemptions == 1
     first, second = by_request(result, "finish_ns")
     assert first < by_request(result, "first_token_ns")[1] < second
+
+
+def test_hand_overs_wait_in_the_prefill_pool_while_the_decode_rank_has_no_seat():
+    # The first decodes for 400 steps; the others come meanwhile and begin their loads when it has ended.
+    reqs = requests([0.0, 0.5, 0.5], 100, [400, 2, 2])
+    found = {}
+    for seats in (1, 2):
+        result = run(disaggregated(prefill={"instances": 1}, decode={"dep": 1, "max_num_seqs": seats}), reqs)
+        found[seats] = by_request(result, "first_token_ns") / 1e6, result.transfer_wait_ns / 1e6
+    first_ends_ms = found[1][0][0] + 399 * 3.5
+    assert (found[1][0][1:] > first_ends_ms).all()
+    assert found[1][1] > 2 * (first_ends_ms - 600)
+    assert (found[2][0][1:] < 600).all()
+    assert found[2][1] < 3 * 3.6  # a step each, at most
 
 
 def test_prompts_wait_for_their_step_where_a_rank_decodes():
