@@ -182,6 +182,7 @@ class Instance:
         lost, self._present = list(self._present), {}
         old, ranks = self.ranks, self.ranks
         if not self._is_idle:
+            self._book_done()
             self.time.book_idle("failed", self.env.now - self._step_since)
         load, load_tokens = old.load, old.load_tokens
         for r in range(self.pool.dep):
@@ -376,6 +377,14 @@ class Instance:
         cause = "failed" if self._down else waits
         self.time.book_idle(cause, self.env.now - self._idle_since)
         self._idle_since = self.env.now
+
+    def _book_done(self) -> None:
+        """Book the steps that have ended of the run under way."""
+        run = self._run
+        if run and run.steps_done(self.env.now):
+            run.end_with_done(self.env.now)
+            self._book({}, run)
+            self._step_since = run.end_ns
 
     def _book(self, plans: dict[int, RankPlan], run: OneStep | StepRun) -> None:
         batch = self._batch

@@ -132,6 +132,10 @@ class StepRun:
         """When the step with that number, 1 or more, begins, and when it is planned."""
         return int(self._ends_ns[step - 1]), int(self._begins_ns[step])
 
+    def end_with_done(self, now_ns: int) -> bool:
+        """Keep the steps that have ended. True if that is shorter than before."""
+        return self._keep(self.steps_done(now_ns))
+
     def end_with_current(self, now_ns: int) -> bool:
         """Keep no step after the one under way. True if that is shorter than before."""
         return self._keep(self.steps_done(now_ns) + 1)

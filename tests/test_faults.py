@@ -81,6 +81,8 @@ def test_every_request_has_one_outcome_and_all_gpu_time_one_cause(seed):
     assert single.failed == result.failed
     for name in ("request_id", "first_token_ns", "finish_ns", "cached_tokens", "scheduled_ns"):
         np.testing.assert_array_equal(getattr(result, name), getattr(single, name), err_msg=name)
+    for p, q in zip(result.pools, single.pools, strict=True):
+        assert p.gpu_ns == pytest.approx(q.gpu_ns, rel=1e-9, abs=10.0)
 
 
 def test_requests_without_a_token_are_sent_again_and_wait_longer():
@@ -135,6 +137,21 @@ def test_a_hand_over_that_loses_either_end_fails_where_nothing_is_sent_again():
         options = RunOptions(failures=(lost(at_s=0.3, role=role),), resubmit=False)
         result = simulate(two_by_two(), GivenRequests(requests([0.0], 1000, 5)), Load(), calibration, options)
         assert (result.failed, len(result.finish_ns)) == (1, 0)
+
+
+def test_a_hand_over_that_loses_its_prefill_instance_gives_its_kv_to_the_next_in_line():
+    # KV for one request. Each takes 47 blocks of 20 ms to come; the first has 300 ms of it when its source is lost.
+    calibration = FakeCalibration()
+    calibration.transfer = dataclasses.replace(calibration.transfer, per_block_ms=20.0)
+    deployment = disaggregated(decode={"instances": 1, "dep": 1}, router={"policy": "round_robin"})
+    deployment = with_kv_tokens(deployment, "decode", 4300)
+    second_s = []
+    for failures in ((), (lost(at_s=0.3, role="prefill"),)):
+        options = RunOptions(failures=failures, resubmit=False)
+        result = simulate(deployment, GivenRequests(requests([0.0, 0.001], 3000, 5)), Load(), calibration, options)
+        assert result.failed == len(failures)
+        second_s.append(by_request(result, "first_token_ns")[1] / 1e9)
+    assert second_s == pytest.approx([2 * 0.94, 0.3 + 0.94], abs=0.1)
 
 
 @pytest.mark.parametrize(("lost_at_s", "lease_ends_s"), [(0.3, 30.0), (20.0, 37.5)])
