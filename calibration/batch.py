@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rackplan.engine import Deployment, Pool, parse_deployment
-from rackplan.simulator.cost import PoolCost
+from rackplan.simulator.cost import PoolCost, chunk_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,11 @@ def gpu_terms_ms(
     cost: PoolCost, batch: Batch, *, dep: int, drafts: int = 0, balancedness: float = 1.0
 ) -> dict[str, float]:
     """GPU time of `batch` on each of `dep` ranks, ms by term; the values add up to the step's GPU time."""
-    pairs = batch.prefill_tokens * (batch.cached_tokens + batch.new_tokens / 2)
+    pairs, context = chunk_work(cost.short_chunks, batch.new_tokens, batch.cached_tokens)
     attention = cost.attention_ms(
         np.array([float(batch.prefill_tokens)]),
-        np.array([float(pairs)]),
-        np.array([float(batch.chunks * batch.cached_tokens)]),
+        np.array([float(batch.chunks * pairs)]),
+        np.array([float(batch.chunks * context)]),
         np.array([float(batch.decodes)]),
         np.array([float(batch.decodes * batch.context_tokens)]),
     )

@@ -26,9 +26,10 @@ LAUNCH_RUN, TRANSFER_RUN = "dep_r8", "pd_r6"
 """The runs that fits use: the lowest rate of DEP2, where steps with a prompt stand apart most often; of 1P1D the middle
 rate, so that the checks lie on both sides."""
 KV_BLOCK_TOKENS = 16
-STEPS_TO_SEE = 2.5
-"""Engine steps from when the scheduler may plan a request to its first token under async scheduling, as it is
-simulated: half a step until the host begins one, that step's wait for the GPU, and the step itself."""
+STEPS_TO_SEE = 3.0
+"""Engine steps of a hand-over under async scheduling that are simulated: half a step until one begins that plans it;
+then, from when the scheduler may run the request to its first token, half a step until the host begins one, that step's
+wait for the GPU, and the step itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ def transfer(token_ms: float) -> Transfer:
     handed_ms = float((first - prefilled).mean())
     run = read_bench_serve(CAMPAIGN / f"bench_serve_{TRANSFER_RUN}.json.gz")
     step_ms = float(np.mean([np.diff(t).mean() for t in run.token_s])) * 1e3
-    steps = steps_waited(pulls=True, async_scheduling=True) + STEPS_TO_SEE
+    steps = steps_waited(async_scheduling=True) + STEPS_TO_SEE
     run_bytes = float(nixl["mean_mb"]) * 1e6
     blocks = run_bytes / model_spec(MODEL).kv_bytes_per_token / KV_BLOCK_TOKENS
     post_ms = float(nixl["mean_post_ms"])

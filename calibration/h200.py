@@ -7,7 +7,7 @@ docs/model/calibration.md says why.
 
 import csv
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,7 +22,6 @@ from rackplan.calibration.campaign import (
     SYNC_FILE,
     TRANSFER_RUN,
     dp_sync_ms,
-    ep_launches,
     lone_prompt_ms,
     transfer,
 )
@@ -30,42 +29,39 @@ from rackplan.calibration.figures import cpu_side
 from rackplan.calibration.file import CalibrationFile, MeasuredRange
 from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, summarise
 from rackplan.calibration.gpu_fit import GpuFit
-from rackplan.calibration.h200_rows import DATA, FORWARD_FILES, PROFILES, SERVED_PROMPT, profile_rows, served_rows
+from rackplan.calibration.h200_launches import CAPTURED_TOKENS, host_launches, slowness
+from rackplan.calibration.h200_rows import DATA, FORWARD_FILES, PROFILES, profile_rows, served_rows
 from rackplan.calibration.physics import Coefficients
-from rackplan.calibration.profile_gpu import wave_tokens
+from rackplan.calibration.profile_gpu import SHORT_CHUNK_TOKENS
 from rackplan.calibration.readers.bench_serve import read_bench_serve
 from rackplan.calibration.readers.profile_folder import ProfileRun, read_profile
 from rackplan.calibration.records import ServedRun
 from rackplan.calibration.rows import Row
-from rackplan.calibration.served import (
-    Launches,
-    PromptSteps,
-    decode_intervals_ms,
-    launch_at_no_tokens_ms,
-    launch_correlation,
-    launch_error_ms,
-    launch_quantiles,
-    launches_of,
-    prompt_steps,
-    token_launch_ms,
-)
-from rackplan.calibration.served_log import Front, front_of, host_terms
-from rackplan.engine import Deployment, gpu_spec, model_spec, parse_deployment
+from rackplan.calibration.served import PromptSteps, decode_intervals_ms, prompt_steps
+from rackplan.calibration.served_log import Front, front_of, host_terms, mean_front, mean_host_terms
+from rackplan.engine import Deployment, parse_deployment
 
 SERVED_RUNS = {rate: PROFILES / f"bench_serve_agg8192_{rate}_2048x256.json.gz" for rate in ("r4", "r12")}
-PROFILE, LOGGED_RUN = PROFILES / "profile_dep1", "dep1_load0"
-"""A profile folder with step logs, and which of its served runs enters the fit; the others are checks."""
+LOGGED = {"dep1": PROFILES / "profile_dep1", "turns": PROFILES / "profile_turns"}
+"""Profile folders of one rank with step logs, by what their runs' names begin with here. The second served two rates in
+turns, four times each, on two machines."""
+CALM_LOAD = "load0"
+"""The served load of a profile that enters the fit; all others are checks."""
 SOURCES = (
     *FORWARD_FILES,
     "engine_loop_steps_1gpu.csv",
     *(path.name for path in SERVED_RUNS.values()),
     *(f"campaign/{name}" for name in (SYNC_FILE, NIXL_FILE, PROXY_FILE)),
     *(f"campaign/bench_serve_{run}.json.gz" for run in (LAUNCH_RUN, TRANSFER_RUN)),
-    *(f"profile_dep1/{name}.gz" for name in (f"serve_{LOGGED_RUN}.json", f"steps_{LOGGED_RUN}.dp0.jsonl")),
+    *(
+        f"{folder.name}/{path.name}"
+        for folder in LOGGED.values()
+        for kind in ("serve", "steps")
+        for path in sorted(folder.glob(f"{kind}_dep1_{CALM_LOAD}*"))
+    ),
 )
 SERVED_WEIGHT = 0.25
 """Served rows lie close together, at one context and one prompt length: four count as one exact batch."""
-CAPTURED_TOKENS = 512
 LOOP_CONTEXTS = (512, 2048)
 """The loop's requests share one cached prompt; past 2,048 tokens reading it together is cheaper than in serving."""
 
@@ -85,6 +81,7 @@ UNKNOWNS = {
     "prefill_context_ms": Unknown(5e-4, 0, 1e-2),
     "prefill_chunk_ms": Unknown(1.0, 0, 20),
     "prefill_causal_ms": Unknown(1e-7, 0, 1e-5),
+    "short_chunk_pairs": Unknown(3.0, 0.3, 10),
     "routing_sigma": Unknown(0.5, 0.01, 3),
 }
 PROFILE_ONLY = {"profile_fixed_ms": Unknown(0.3, 0, 5)}
@@ -92,11 +89,9 @@ PROFILE_ONLY = {"profile_fixed_ms": Unknown(0.3, 0, 5)}
 ALL_UNKNOWNS = UNKNOWNS | PROFILE_ONLY
 ASSUMED = {
     "dense_read_efficiency": 0.8,
-    "prefill_wave_tokens": wave_tokens(model_spec(MODEL), gpu_spec(GPU)),
+    "short_chunk_tokens": SHORT_CHUNK_TOKENS[GPU],
 }
-"""Reading the dense weights is a constant here (0.7 ms): `step_fixed_ms` takes what this prior leaves. Attention gives
-every head's tiles of 128 queries a multiprocessor of their own: 1,056 tokens fill the GPU once. Left to the fit, the
-rows say 1,027."""
+"""Reading the dense weights is a constant here (0.7 ms): `step_fixed_ms` takes what this prior leaves."""
 PARTLY = ("piecewise_floor_ms", "transfer", "admission_token_ms", "frontend_turn_ms", "prefill_chunk_ms")
 """Carried, or told by one kind of run alone: missing.py says which would tell them."""
 NOTES = (
@@ -173,29 +168,6 @@ class Fit:
     host_pct: list[float]
 
 
-def eager_launches(steps: list[PromptSteps]) -> list[Launches]:
-    """Launches past the captured sizes beside decodes: of the runs on one GPU, then of DEP2."""
-    return [*launches_of(steps, CAPTURED_TOKENS, eager=True), ep_launches()]
-
-
-def launch_floors_ms(steps: list[PromptSteps], alone_ms: float) -> dict[str, float]:
-    """Coefficients of launches, means; `alone_ms`: of a prompt of SERVED_PROMPT tokens beside which nothing decodes.
-
-    What tokens add is of the runs on one GPU: of DEP2's every step has as many."""
-    *one_gpu, ep = eager_launches(steps)
-    token_ms = token_launch_ms(one_gpu)
-    lone_ms = alone_ms - token_ms * SERVED_PROMPT
-    beside_ms = launch_at_no_tokens_ms(one_gpu, token_ms)
-    within = launches_of(steps, CAPTURED_TOKENS, eager=False)
-    return {
-        "piecewise_floor_ms": launch_at_no_tokens_ms(within, 0.0),
-        "eager_floor_ms": lone_ms,
-        "eager_decode_launch_ms": beside_ms - lone_ms,
-        "eager_ep_launch_ms": launch_at_no_tokens_ms([ep], token_ms) - beside_ms,
-        "eager_token_launch_ms": token_ms,
-    }
-
-
 def served_runs() -> list[ServedRun]:
     """The client runs that are embedded, in a fixed order."""
     return [read_bench_serve(path) for path in SERVED_RUNS.values()]
@@ -203,8 +175,20 @@ def served_runs() -> list[ServedRun]:
 
 @lru_cache(maxsize=1)
 def profile_runs() -> dict[str, ProfileRun]:
-    """The served runs of the profile folder that is embedded, by name."""
-    return {run.name: run for run in read_profile(PROFILE).runs}
+    """The served runs of the profile folders that are embedded, by name."""
+    runs = ((name, run) for name, folder in LOGGED.items() for run in read_profile(folder).runs)
+    return {run.name.replace("dep1", name): replace(run, name=run.name.replace("dep1", name)) for name, run in runs}
+
+
+def calm_runs() -> list[ProfileRun]:
+    """Those that enter the fit."""
+    return [run for name, run in profile_runs().items() if CALM_LOAD in name]
+
+
+def launch_steps() -> dict[str, PromptSteps]:
+    """Steps with prompts by run: of all that tell launches on one GPU."""
+    served = {**dict(zip(SERVED_RUNS, served_runs(), strict=True)), **{run.name: run.served for run in calm_runs()}}
+    return {name: prompt_steps(run) for name, run in served.items()}
 
 
 def served_deployment() -> Deployment:
@@ -224,24 +208,22 @@ def fit() -> Fit:
     intervals = decode_intervals_ms(runs)
     rows = profile_rows() + served_rows(intervals.items())
     gpu = GPU_FIT.fit(rows)
-    logged = profile_runs()[LOGGED_RUN]
-    steps = [prompt_steps(run) for run in (*runs, logged.served)]
-    one_gpu = eager_launches(steps)[:-1]
-    (log,) = logged.logs[""]
-    front = front_of(logged.served, log)
-    assert front is not None
-    host = host_terms(log, CAPTURED_TOKENS)
+    steps = launch_steps()
+    scales = slowness(steps)
+    logged = [(run.served, run.logs[""][0], scales[run.name]) for run in calm_runs()]
+    front = mean_front([f.scaled(scale) for served, log, scale in logged if (f := front_of(served, log))])
+    host = mean_host_terms([host_terms(log, CAPTURED_TOKENS, scale) for _, log, scale in logged])
+    launches = host_launches(steps, lone_prompt_ms() - front.total_ms)
     return Fit(
         coefficients={
             **cpu_side(),
             **dp_sync_ms(),
             **GPU_FIT.coefficients(gpu.values),
             **host,
-            **launch_floors_ms(steps, lone_prompt_ms() - front.total_ms),
-            "launch_correlation": launch_correlation(one_gpu),
+            **launches.coefficients,
         },
-        launch_quantiles=launch_quantiles(eager_launches(steps), token_launch_ms(one_gpu)),
-        launch_error_ms=launch_error_ms(one_gpu),
+        launch_quantiles=launches.quantiles,
+        launch_error_ms=launches.error_ms,
         profile_fixed_ms=gpu.values["profile_fixed_ms"],
         front=front,
         rows=rows,

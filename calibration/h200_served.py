@@ -33,7 +33,7 @@ def served_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     for rate, path in h200.SERVED_RUNS.items():
         rows += _replayed(rate, path, h200.served_deployment(), calibration, "fit")
     for run in h200.profile_runs().values():
-        role = "fit" if run.name == h200.LOGGED_RUN else "check"
+        role = "fit" if h200.CALM_LOAD in run.name else "check"
         rows += _shown(_replayed(run.name, run.path, run.deployment, calibration, role))
     for served in campaign.served_runs():
         role = "fit" if served.fitted else "check"

@@ -54,6 +54,7 @@ NOTES = (
     "slices, doubled where held out.",
     "Routing was even and over one expert group; skew is taken as EPLB-balanced.",
     "KV was BF16 in the slices. A context token is charged what it took there, though the model's KV is FP8.",
+    "What a pair in a chunk of up to 512 tokens costs is carried from h200-v2-lite, whose heads are of the same size.",
     "Link efficiency is carried from h200-v2-lite (the same all-gather): between two GPUs it is 2 % of a step here.",
     "Prefill: five rows of DEP2, spread up to 12 %; dense and MoE arithmetic are told apart poorly.",
     "Launch floors are those of h200-v2-lite by layers (61 / 27), descriptors of a KV block likewise; host, sync and "
@@ -80,10 +81,13 @@ def slice_of(layers: int) -> ModelSpec:
 def coefficients_of(values: dict[str, float], model: ModelSpec) -> Coefficients:
     """Coefficients of a model of `model.layers` layers: what the fit has per layer, times the layers."""
     own = {k: v for k, v in values.items() if k in Coefficients.model_fields}
+    lite = calibration_file("h200-v2-lite").coefficients
     return Coefficients(
         **own,
         dense_read_efficiency=0.8,
-        link_efficiency=calibration_file("h200-v2-lite").coefficients.link_efficiency,
+        link_efficiency=lite.link_efficiency,
+        short_chunk_tokens=lite.short_chunk_tokens,
+        short_chunk_pairs=lite.short_chunk_pairs,
         step_fixed_ms=values["slice_fixed_ms"] + values["layer_fixed_ms"] * model.layers,
         comm_fixed_ms=values["comm_layer_ms"] * model.moe_layers,
         decode_request_ms=values["request_layer_ms"] * model.layers,

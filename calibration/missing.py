@@ -75,9 +75,9 @@ _RUNS = (
     ),
     MissingRun("decode batches at two KV lengths or more", "reads of KV are carried", ("kv_read_efficiency",)),
     MissingRun(
-        "prefix-hit prefills: new tokens after 4,096 to 32,768 cached ones",
-        "the cost of cached context in prefill is unknown",
-        ("prefill_context_ms",),
+        "prefix-hit prefills: 64 new tokens and more after 4,096 to 32,768 cached ones",
+        "the cost of cached context in prefill is unknown, or that of short chunks, which take another way",
+        ("prefill_context_ms", "short_chunk_pairs"),
     ),
     MissingRun("prefills of five lengths or more", "causal and cached pairs are taken alike", ("prefill_causal_ms",)),
     MissingRun(

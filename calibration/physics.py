@@ -16,7 +16,7 @@ from rackplan.calibration.dual_batch import overlapped
 from rackplan.calibration.experts import experts_touched, replicas_touched
 from rackplan.calibration.weight_offload import weight_wait_ms
 from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
-from rackplan.simulator.cost import FloatArray, SharedTime
+from rackplan.simulator.cost import FloatArray, SharedTime, ShortChunks
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 """Token counts that vLLM captures CUDA graphs for by default; beyond 512 the step 16 goes on to the knob's limit."""
@@ -71,8 +71,9 @@ class Coefficients(BaseModel):
     prefill_pair_ms: float = Field(ge=0)
     prefill_context_ms: float = Field(0.0, ge=0)
     prefill_chunk_ms: float = Field(0.0, ge=0)
-    # new tokens of a rank that fill the multiprocessors with query tiles once: fewer leave some idle over the context
-    prefill_wave_tokens: float = Field(0.0, ge=0)
+    # chunks of so many new tokens or fewer go the way of decodes, where a pair costs as so many of a longer chunk's
+    short_chunk_tokens: int = Field(0, ge=0)
+    short_chunk_pairs: float = Field(1.0, gt=0)
     # a pair within a chunk beyond one with a cached token: causal attention fills its tiles less
     prefill_causal_ms: float = Field(0.0, ge=0)
     # host
@@ -123,7 +124,7 @@ class PhysicalCost:
         self.c = coefficients.model_copy(update={"all_to_all": True}) if pool.enable_dbo else coefficients
         self.launch_quantiles = coefficients.launch_quantiles
         self.launch_correlation = coefficients.launch_correlation
-        self._wave_tokens = coefficients.prefill_wave_tokens
+        self.short_chunks = ShortChunks(coefficients.short_chunk_tokens, coefficients.short_chunk_pairs)
         self.model: ModelSpec = model or deployment.model_spec
         self.gpu: GpuSpec = gpu or deployment.gpu_spec
         self.pool = pool
@@ -163,17 +164,13 @@ class PhysicalCost:
         decode_requests: FloatArray,
         decode_context: FloatArray,
     ) -> FloatArray:
-        attention = (
+        return (
             self._pair_ms * prefill_pairs
             + self.c.prefill_context_ms * prefill_context
             + self._token_fix_ms * prefill_tokens
             + self._request_ms * decode_requests
             + self._context_ms * decode_context
         )
-        if self._wave_tokens:
-            short = self._wave_tokens - prefill_tokens
-            attention = attention + self._pair_ms * prefill_context * (short * (short > 0))
-        return attention
 
     # -- all ranks together ---------------------------------------------------------------------------------------
     def shared_ms(

@@ -39,11 +39,13 @@ def _beyond_ms(profile: Profile, draft: CalibrationFile, disaggregated: bool) ->
 
 
 def _logged_front(profile: Profile) -> tuple[str, Front] | None:
-    """(run, its front end), of the runs whose client and step log share a clock the one with least."""
-    found = []
+    """(run, its front end), of the runs of the longest prompts whose client and step log share a clock the one with
+    least: shorter prompts are worked through sooner."""
+    found, longest = [], max((int(r.served.input_tokens.max()) for r in profile.runs), default=0)
     for run in profile.runs:
         logs = run.logs.get("", ())
-        if run.deployment.gpus == 1 and len(logs) == 1 and (front := front_of(run.served, logs[0])):
+        alike = run.deployment.gpus == 1 and len(logs) == 1 and run.served.input_tokens.max() == longest
+        if alike and (front := front_of(run.served, logs[0])):
             found.append((run.name, front))
     return min(found, key=lambda x: x[1].total_ms, default=None)
 

@@ -27,9 +27,10 @@ that is off by its own length. It decides only what the rows leave open."""
 ROWS_FOR_SHARPNESS = 30
 LENGTHS_FOR_CAUSAL = 5
 """Lengths of prefill before pairs within a chunk are told from pairs with cached tokens."""
-MULTIPROCESSORS = {"h200": 132}
-QUERY_TILE = 128
-"""Attention gives every head's tile of queries a multiprocessor of its own; seen on H200, assumed on no other."""
+SHORT_CHUNK_TOKENS = {"h200": 512}
+"""vLLM's threshold for latent attention on Hopper: chunks up to it take the way of decodes (FlashAttnMLA)."""
+SHORT_ROWS = 4
+"""Exact batches of short chunks over cached tokens before they tell what their pairs cost."""
 SERVED_ROWS_FOR_ROUTING = 8
 MOST_EFFICIENCY = 1.2
 MOST_CPU_EFFICIENCY = 500.0
@@ -106,6 +107,9 @@ def _unknowns(model: ModelSpec, gpu: GpuSpec, rows: Sequence[Row]) -> dict[str, 
     if len({r.batch.cached_tokens for r in prefills}) > 1:
         cached = max(r.batch.cached_tokens for r in prefills)
         found["prefill_context_ms"] = ms(longest.measured_ms / cached / 20, longest.measured_ms / cached)
+    most_short = SHORT_CHUNK_TOKENS.get(gpu.name, 0)
+    if sum(0 < r.batch.new_tokens <= most_short and r.batch.cached_tokens > 0 for r in prefills) >= SHORT_ROWS:
+        found["short_chunk_pairs"] = Unknown(3.0, 0.3, 10)
     if len(exact) >= ROWS_FOR_SHARPNESS:
         found["roofline_sharpness"] = Unknown(3.0, 1, 12)
     if len({r.batch.new_tokens for r in prefills}) >= LENGTHS_FOR_CAUSAL:
@@ -146,8 +150,9 @@ def _carried(model: ModelSpec, gpu: GpuSpec, unknowns: dict[str, Unknown]) -> di
     reads = unknowns["moe_read_efficiency"].start
     # Between GPUs a layer's dispatch and combine are launches on the link; between CPUs two all-reduces of the host's.
     layer_comm_ms = 2 * c.ring_hop_ms if gpu.name == "cpu" else c.comm_fixed_ms / layers
+    short = SHORT_CHUNK_TOKENS.get(gpu.name, 0) if "short_chunk_pairs" in unknowns else 0
     return {
-        "prefill_wave_tokens": wave_tokens(model, gpu),
+        **({"short_chunk_tokens": short, "short_chunk_pairs": 1.0} if gpu.name in SHORT_CHUNK_TOKENS else {}),
         "prefill_causal_ms": 0.0,
         "dense_read_efficiency": reads if gpu.name == "cpu" else 0.8,
         "kv_read_efficiency": reads,
@@ -157,8 +162,3 @@ def _carried(model: ModelSpec, gpu: GpuSpec, unknowns: dict[str, Unknown]) -> di
         "link_efficiency": c.link_efficiency,
         "comm_fixed_ms": layer_comm_ms * model.moe_layers,
     }
-
-
-def wave_tokens(model: ModelSpec, gpu: GpuSpec) -> float:
-    """New tokens whose queries fill the GPU once; 0 where its multiprocessors are not known."""
-    return MULTIPROCESSORS.get(gpu.name, 0) * QUERY_TILE / model.attention_heads

@@ -21,7 +21,7 @@ from rackplan.calibration.profile_host import (
     several_ranks_ms,
 )
 from rackplan.calibration.readers.profile_folder import Profile
-from rackplan.calibration.served_log import host_terms
+from rackplan.calibration.served_log import host_terms, mean_host_terms
 from rackplan.engine import model_spec
 
 HOST = ("host_step_ms", "host_request_ms")
@@ -33,7 +33,7 @@ LAUNCHES = (
     "eager_token_launch_ms",
 )
 SYNC = ("ring_hop_ms", "doubling_round_ms", "nccl_sync_ms")
-BY_PHYSICS = ("dense_read_efficiency", "prefill_wave_tokens")
+BY_PHYSICS = ("dense_read_efficiency", "short_chunk_tokens")
 ADMISSION = ("admission_token_ms",)
 
 
@@ -73,6 +73,8 @@ def coefficients_of(profile: Profile, fit: GpuFit, solution: Solution, errors: d
     }
     unmeasured = [*SYNC, *ADMISSION, *(() if wall else (*LAUNCHES, *HOST))]
     unmeasured += [k for k in fit.assumed if k not in BY_PHYSICS]
+    if not any(r.batch.chunks > 1 for r in profile.rows):
+        unmeasured.append("prefill_chunk_ms")  # told apart from what any prefill costs by served steps alone
     found = Found(coefficients=values, carried=tuple(unmeasured), errors=errors)
     steps = _steps(profile, fit, solution)
     found = _with_loop(found, [s for s in steps if s.dep == 1] or steps, steps, wall)
@@ -162,12 +164,13 @@ def _with_hidden_host(found: Found, profile: Profile) -> Found:
     """The host's work where no step without overlap tells it: of decode steps behind eager ones."""
     if not set(HOST) <= set(found.carried):
         return found
+    told = []
     for run in profile.runs:
-        pool, logs = run.deployment.pools[0], run.logs.get("", ())
-        one = run.deployment.gpus == 1 and pool.async_scheduling and len(logs) == 1
-        if one and (terms := host_terms(logs[0], pool.max_cudagraph_capture_size)):
-            note = f"Host times are of decode steps behind eager ones in run {run.name}."
-            return found.measured(terms).noted(note)
+        pool, own = run.deployment.pools[0], run.logs.get("", ())
+        if run.deployment.gpus == 1 and pool.async_scheduling and len(own) == 1:
+            told.append(host_terms(own[0], pool.max_cudagraph_capture_size))
+    if terms := mean_host_terms(told):
+        return found.measured(terms).noted("Host times are of decode steps behind eager ones, over all step logs.")
     return found.noted(f"No served step tells the host's work apart: host times are carried from {CARRIED_FROM}.")
 
 

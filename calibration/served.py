@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import t as student
 
 from rackplan.calibration.records import ServedRun
 
@@ -127,11 +128,15 @@ def launch_correlation(runs: list[Launches]) -> float:
 
 
 def launch_error_ms(runs: list[Launches]) -> float:
-    """Half of the 90 % interval of the mean launch of `runs`: as each follows the one before, a run of n launches holds
-    fewer that tell anew."""
+    """Half of the 90 % interval of the mean launch of `runs`: by their launches, of which fewer tell anew as each
+    follows the one before, or by the means of the runs, whichever is wider: machines and minutes differ."""
     correlation = launch_correlation(runs)
     count = sum(len(r.ms) for r in runs) * (1 - correlation) / (1 + correlation)
-    return Z90 * float(np.concatenate([r.ms for r in runs]).std() / np.sqrt(count))
+    within_ms = Z90 * float(np.concatenate([r.ms for r in runs]).std() / np.sqrt(count))
+    if len(runs) < 2:
+        return within_ms
+    spread_ms = float(np.std([r.ms.mean() for r in runs], ddof=1))
+    return max(within_ms, float(student.ppf(0.95, len(runs) - 1)) * spread_ms / np.sqrt(len(runs)))
 
 
 def stalls(run: ServedRun) -> Launches:

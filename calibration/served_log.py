@@ -2,6 +2,7 @@
 work that async scheduling does not hide, and the front end. One aggregated rank whose worker shares its process."""
 
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -17,10 +18,17 @@ MOST_REQUEST_MS = 40.0
 COARSE_MS, FINE_MS = 1.0, 0.5
 
 
-def host_terms(log: StepLog, captured_tokens: int) -> dict[str, float]:
+def mean_host_terms(found: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Over those of several logs that tell; empty where none does."""
+    told = [terms for terms in found if terms]
+    return {key: float(np.mean([terms[key] for terms in told])) for key in (told[0] if told else ())}
+
+
+def host_terms(log: StepLog, captured_tokens: int, scale: float = 1.0) -> dict[str, float]:
     """Host work of a decode step and of a request, ms: the time from the begin of a decode step behind an eager one to
     that of the next. The GPU ended when the eager launch did, so nothing hides it. Theil-Sen, since some eager steps
-    are bound by the GPU; only those of one prompt count. Empty where fewer than LEAST_STEPS tell."""
+    are bound by the GPU; only those of one prompt count. Empty where fewer than LEAST_STEPS tell. `scale`: of a host
+    that takes so much longer."""
     requests, ms = [], []
     for before, step, after in zip(log.steps, log.steps[1:], log.steps[2:], strict=False):
         eager = len(before.prefill) == 1 and before.prefill[0][0] > captured_tokens
@@ -30,7 +38,7 @@ def host_terms(log: StepLog, captured_tokens: int) -> dict[str, float]:
     if len(ms) < LEAST_STEPS or len(set(requests)) < 2:
         return {}
     slope, fixed, *_ = theilslopes(ms, requests)
-    return {"host_step_ms": max(0.0, float(fixed)), "host_request_ms": max(0.0, float(slope))}
+    return {"host_step_ms": max(0.0, float(fixed) * scale), "host_request_ms": max(0.0, float(slope) * scale)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +49,16 @@ class Front:
     total_ms: float
     token_ms: float
     turn_ms: float
+
+    def scaled(self, scale: float) -> "Front":
+        """On a host that takes `scale` times as long."""
+        return Front(total_ms=self.total_ms * scale, token_ms=self.token_ms * scale, turn_ms=self.turn_ms * scale)
+
+
+def mean_front(fronts: Sequence[Front]) -> Front:
+    """Of several runs alike."""
+    total, token, turn = np.mean([(f.total_ms, f.token_ms, f.turn_ms) for f in fronts], axis=0).tolist()
+    return Front(total_ms=total, token_ms=token, turn_ms=turn)
 
 
 def front_of(run: ServedRun, log: StepLog) -> Front | None:

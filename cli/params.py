@@ -184,6 +184,9 @@ Checkpoint = Annotated[
 ProfiledGpus = Annotated[int, _whole("--gpus", 1, "N", "GPUs of this machine to use.", 64)]
 InputTokens = Annotated[int, _whole("--input-tokens", 1, "N", "Prompt tokens of the served loads.")]
 OutputTokens = Annotated[int, _whole("--output-tokens", 2, "N", "Output tokens of the served loads.")]
+Repeats = Annotated[
+    int, _whole("--repeats", 1, "N", "How often each rate is served, in turns: tells a machine's drift from load.", 50)
+]
 MaxModelLen = Annotated[
     int | None, _whole("--max-model-len", 64, "N", "Longest request, tokens; 16384 or what the model takes.")
 ]

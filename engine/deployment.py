@@ -50,6 +50,7 @@ class Pool(_Part):
     GPUs of an instance = dep x tp: attention is data-parallel over `dep` ranks, experts lie over all its GPUs.
     `enable_dbo`: dual-batch overlap, on DeepEP's all-to-all kernels.
     `kv_offloading_gib`: host memory of each data-parallel rank that keeps the KV of computed prompts, 0 for none.
+    `output_proc_chunk_size`: requests whose outputs an API server handles before it turns to others.
     `redundant_experts`: this pool's own number of replicas, where EPLB is on; None takes eplb.redundant_experts.
     """
 
@@ -69,6 +70,7 @@ class Pool(_Part):
     async_scheduling: bool = True
     redundant_experts: int | None = Field(None, ge=0)
     enable_dbo: bool = False
+    output_proc_chunk_size: int = Field(128, ge=1)
     offload: WeightOffload = WeightOffload()
 
     @property
@@ -91,9 +93,11 @@ class Eplb(_Part):
 
 
 class Speculation(_Part):
-    """Speculative decoding: `draft_tokens` a step, verified by decode and aggregated pools; 0 is off."""
+    """Speculative decoding: `draft_tokens` a step, verified by decode and aggregated pools; 0 is off.
+    `enable_adaptive_verification`: as many of them as are worth their time."""
 
     draft_tokens: int = Field(0, ge=0)
+    enable_adaptive_verification: bool = False
 
 
 class KvTransfer(_Part):
@@ -208,6 +212,8 @@ def _check_effect(deployment: Deployment) -> None:
         if not eplb.enabled and getattr(eplb, key) != getattr(usual, key):
             mend = f"set {getattr(usual, key)}".lower()
             raise ValueError(f"eplb.{key} has no effect while eplb.enabled=false; enable it or {mend}")
+    if deployment.speculation.enable_adaptive_verification and (why := _adaptive_misfit(deployment)):
+        raise ValueError(f"speculation.enable_adaptive_verification=true: {why}")
     router = deployment.router
     if router.affinity_timeout_s is not None and router.policy != "session_affinity":
         raise ValueError(
@@ -216,6 +222,17 @@ def _check_effect(deployment: Deployment) -> None:
         )
     if deployment.kv_transfer.mode == "pull" and not deployment.disaggregated:
         raise ValueError("kv_transfer.mode=pull has no effect: an aggregated pool hands no KV over; remove it")
+
+
+def _adaptive_misfit(deployment: Deployment) -> str | None:
+    """Why vLLM does not verify adaptively, and what to set. None where it does."""
+    draft = deployment.model_spec.draft
+    if not deployment.speculation.draft_tokens:
+        return "has no effect without drafts; set speculation.draft_tokens or remove it"
+    if draft is None or draft.name != "DSpark":
+        return f"vLLM does so with DSpark's drafts alone, {deployment.model} has others; remove it"
+    eager = [p.role for p in deployment.pools if p.role != "prefill" and not p.max_cudagraph_capture_size]
+    return f"wants CUDA graphs; set {eager[0]}.max_cudagraph_capture_size or remove it" if eager else None
 
 
 def _check_width(pool: Pool, deployment: Deployment, model: ModelSpec, gpu: GpuSpec) -> None:

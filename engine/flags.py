@@ -21,9 +21,6 @@ ASSUMED = (
 )
 """The scheduler as it is simulated, where no knob changes it."""
 
-ASSUMED_ENVIRONMENT = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "128"}
-"""Outputs that the API server handles in one go: the last of the chunk sizes; the experts' were gone by 0.32."""
-
 DP_SYNC_INTERVAL = "16"
 """Steps between the ranks' agreement on whether any has work left."""
 
@@ -157,8 +154,8 @@ def speculation_flags(deployment: Deployment) -> Flags:
             f"{', '.join(DRAFT_METHODS)}; set 0"
         )
     config: dict[str, Any] = {"method": DRAFT_METHODS[draft.name], "num_speculative_tokens": drafts}
-    if config["method"] == "dspark":  # each step verifies all drafts, as it is simulated
-        config["enable_adaptive_verification"] = False
+    if config["method"] == "dspark":
+        config["enable_adaptive_verification"] = deployment.speculation.enable_adaptive_verification
     return ["--speculative-config", as_json(config)]
 
 
@@ -186,6 +183,11 @@ def dp_sync_flags(pool: Pool, placement: Placement) -> Flags:
     """Gloo for the agreement of ranks on each step, where there is a choice: the first model runner, which the CPU
     engine takes, obeys this flag; the second, which `dp_sync_environment` states, knows one way and ignores it."""
     return ["--disable-nccl-for-dp-synchronization"] if pool.dep > 1 and placement.device == "cpu" else []
+
+
+def front_end_environment(pool: Pool) -> dict[str, str]:
+    """Outputs that the API server handles in one go: the last of the chunk sizes; the experts' were gone by 0.32."""
+    return {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": str(pool.output_proc_chunk_size)}
 
 
 def dp_sync_environment(pool: Pool, placement: Placement) -> dict[str, str]:

@@ -18,6 +18,10 @@ from rackplan.engine.specs import Device, gpu_spec
 FILE = "profile.json"
 LOAD_SHARES = (0.35, 0.7)
 """Served loads, as shares of what a pilot reached with all seats taken: one calm, one near the knee."""
+BURST_SHARE = 0.25
+"""Of the seats, taken at once by a burst; the pilot begins as one of all seats."""
+CAPTURED_SHARE = 0.75
+"""Of the captured sizes: the length of short prompts, which run in CUDA graphs beside some decodes."""
 
 Status = Literal["planned", "done", "failed"]
 
@@ -64,8 +68,8 @@ class Profile(BaseModel):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
     """What to profile. `checkpoint`: what vLLM loads, None for the model's own; `gpus`: ranks 1, 2, 4 ... up to it;
-    `budget_s`: of wall time; `input_tokens`, `output_tokens`: of the served requests; `max_model_len`, `max_num_seqs`,
-    `max_num_batched_tokens`: of every rank."""
+    `budget_s`: of wall time; `input_tokens`, `output_tokens`: of the served requests; `repeats`: how often each rate is
+    served, in turns; `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`: of every rank."""
 
     model: str
     gpu: str
@@ -77,6 +81,7 @@ class ProfileRequest:
     port: int = 8000
     input_tokens: int = 2048
     output_tokens: int = 256
+    repeats: int = 1
     max_model_len: int = 16384
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -119,6 +124,11 @@ class ProfileRequest:
         """Requests that decode at once where nothing else runs."""
         return sorted({1, max(1, self.max_num_seqs // 4), self.max_num_seqs})
 
+    @property
+    def burst(self) -> int:
+        """Requests of a burst."""
+        return max(2, int(self.max_num_seqs * BURST_SHARE))
+
     def aggregated(self, dep: int) -> Deployment:
         """One instance of `dep` ranks."""
         return self.deployment({"role": "aggregated", "dep": dep}, router={"policy": "least_requests"})
@@ -156,8 +166,11 @@ class ProfileRequest:
 def describe_plan(request: ProfileRequest) -> list[str]:
     """What `run_profile` would do, a line each; touches nothing."""
     lines = [f"exact batches on {w} rank(s): up to {len(forward_cases(request.limits(w)))}" for w in request.ranks()]
-    loads = f"a pilot at {request.max_num_seqs} in flight, then {len(LOAD_SHARES)} rates"
-    lines += [f"served loads on {name}: {loads}" for name in request.served_deployments()]
+    often = f", {request.repeats} times in turns" if request.repeats > 1 else ""
+    loads = f"a pilot at {request.max_num_seqs} in flight, then {len(LOAD_SHARES)} rates{often}"
+    one = f", a burst of {request.burst} at once, prompts within the captured sizes"
+    for name, deployment in request.served_deployments().items():
+        lines.append(f"served loads on {name}: {loads}{one if deployment.gpus == 1 else ''}")
     return [*lines, f"decode steps alone, {', '.join(map(str, request.decode_batches()))} requests at a time"]
 
 

@@ -12,16 +12,18 @@ DECODE_CONTEXT_SHARES = (1 / 64, 1 / 16, 1 / 4, 15 / 16)
 CACHED_SHARES = (1 / 16, 1 / 4, 1 / 2)
 MIXED_CHUNK_SHARES = (1 / 16, 1 / 4)
 MIXED_BATCH_SHARES = (1 / 32, 1 / 4)
+SEVERAL_CHUNKS = (4, 2, 8)
 SHORTEST_CHUNK = 64
 BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardCase:
-    """A batch: one chunk of `new_tokens` after `context_tokens` cached ones, and `decode_batch` requests that decode,
-    each at `decode_kv_len` tokens, the new one counted. `own_name`: in place of one that states the shape."""
+    """A batch: `chunks` of `new_tokens` after `context_tokens` cached ones each, and `decode_batch` requests that
+    decode, each at `decode_kv_len` tokens, the new one counted. `own_name`: in place of one that states the shape."""
 
     own_name: str = ""
+    chunks: int = 1
     new_tokens: int = 0
     context_tokens: int = 0
     decode_batch: int = 0
@@ -40,32 +42,36 @@ class ForwardCase:
         decode = f"{self.decode_batch}_{self.decode_kv_len}"
         if self.phase == "decode":
             return f"decode_{decode}"
+        new = f"{self.chunks}x{self.new_tokens}" if self.chunks > 1 else f"{self.new_tokens}"
+        if self.context_tokens:
+            new += f"_{self.context_tokens}"
         if self.phase == "mixed":
-            return f"mix_{self.new_tokens}_{decode}"
-        return f"hit_{self.new_tokens}_{self.context_tokens}" if self.context_tokens else f"prefill_{self.new_tokens}"
+            return f"mix_{new}_{decode}"
+        return f"hit_{new}" if self.context_tokens else f"prefill_{new}"
 
     @property
     def argument(self) -> str:
         """`NAME=REQS` as `vllm bench forward --case` takes it."""
-        chunk = [f"{self.new_tokens}@{self.new_tokens + self.context_tokens}"] if self.new_tokens else []
+        count = f"{self.chunks}*" if self.chunks > 1 else ""
+        chunks = [f"{count}{self.new_tokens}@{self.new_tokens + self.context_tokens}"] if self.new_tokens else []
         decode = [f"{self.decode_batch}*1@{self.decode_kv_len}"] if self.decode_batch else []
-        return f"{self.name}={','.join(chunk + decode)}"
+        return f"{self.name}={','.join(chunks + decode)}"
 
     @property
     def requests(self) -> list[tuple[int, int]]:
         """(new tokens, KV length with them) of each request."""
         chunk = [(self.new_tokens, self.new_tokens + self.context_tokens)] if self.new_tokens else []
-        return chunk + [(1, self.decode_kv_len)] * self.decode_batch
+        return chunk * self.chunks + [(1, self.decode_kv_len)] * self.decode_batch
 
     @property
     def tokens(self) -> int:
         """Tokens that one rank computes."""
-        return self.new_tokens + self.decode_batch
+        return self.chunks * self.new_tokens + self.decode_batch
 
     @property
     def kv_tokens(self) -> int:
         """Tokens of KV that one rank holds, in whole blocks."""
-        blocks = -(-(self.new_tokens + self.context_tokens) // BLOCK_TOKENS)
+        blocks = self.chunks * -(-(self.new_tokens + self.context_tokens) // BLOCK_TOKENS)
         blocks += self.decode_batch * -(-self.decode_kv_len // BLOCK_TOKENS)
         return blocks * BLOCK_TOKENS
 
@@ -112,7 +118,7 @@ def powers_of_two(first: int, last: int) -> list[int]:
 
 def forward_cases(limits: Limits) -> list[ForwardCase]:
     """All cases, the most telling first: kinds in turn, within each the extremes first."""
-    generated = (_decodes(limits), _fresh(limits), _hits(limits), _mixed(limits))
+    generated = (_decodes(limits), _fresh(limits), _hits(limits), _mixed(limits), _several(limits))
     kinds = [[c for c in kind if limits.allow(c)] for kind in generated]
     in_turn = [c for group in zip_longest(*kinds) for c in group if c is not None]
     return list(dict.fromkeys(in_turn))
@@ -145,6 +151,20 @@ def _mixed(limits: Limits) -> Iterator[ForwardCase]:
         for batch in reversed(MIXED_BATCH_SHARES):
             new, requests = _rounded(chunk * limits.batched_tokens), max(1, int(batch * limits.seqs))
             yield ForwardCase(new_tokens=new, decode_batch=requests, decode_kv_len=context)
+
+
+def _several(limits: Limits) -> Iterator[ForwardCase]:
+    """Several chunks that fill the token budget, and a quarter of it: alone, half of each cached, beside decodes."""
+    context, decodes = _rounded(limits.model_len / 16), max(1, limits.seqs // 4)
+    for share in (1.0, 1 / 4):
+        for chunks in SEVERAL_CHUNKS:
+            new = int(share * limits.batched_tokens) // chunks // BLOCK_TOKENS * BLOCK_TOKENS
+            if new >= SHORTEST_CHUNK:
+                yield ForwardCase(chunks=chunks, new_tokens=new)
+                yield ForwardCase(chunks=chunks, new_tokens=new // 2, context_tokens=new // 2)
+                beside = new - -(-decodes // chunks)
+                if beside > 0:
+                    yield ForwardCase(chunks=chunks, new_tokens=beside, decode_batch=decodes, decode_kv_len=context)
 
 
 def _rounded(tokens: float) -> int:

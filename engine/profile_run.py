@@ -23,7 +23,16 @@ from rackplan.engine.forward import ForwardRun, time_cases
 from rackplan.engine.forward_table import done_cases
 from rackplan.engine.local_servers import ROUTER, local_commands, preflight
 from rackplan.engine.machine import git_revision, gpu_names, versions, watched_environment
-from rackplan.engine.profile import FILE, LOAD_SHARES, Profile, ProfileRequest, ServedRun, Status, read_profile
+from rackplan.engine.profile import (
+    CAPTURED_SHARE,
+    FILE,
+    LOAD_SHARES,
+    Profile,
+    ProfileRequest,
+    ServedRun,
+    Status,
+    read_profile,
+)
 from rackplan.engine.profile_cases import forward_cases
 from rackplan.engine.servers import Report, start, stop, wait_healthy
 
@@ -160,19 +169,31 @@ class Profiler:
         return profile
 
     def _loads(self, name: str, deployment: Deployment) -> dict[str, MakeRun]:
-        """A pilot that keeps all seats taken; then arrivals at shares of the rate that it reached."""
+        """A pilot that keeps all seats taken; then arrivals at shares of the rate that it reached, in turns, so that
+        what drifts on the machine is told from what a load does. One rank also has a burst, and prompts that fit its
+        captured sizes."""
         seats, pilot = self.request.max_num_seqs, f"{name}_pilot"
 
-        def at(share: float, run: str) -> ServedRun:
+        def at(share: float, run: str, **length: int) -> ServedRun:
             rate = share * self._rate_of(pilot)
             prompts = min(MOST_PROMPTS, max(LEAST_PROMPTS, round(rate * LOAD_S)))
-            return self._run_of(run, deployment, prompts=prompts, rate_req_s=rate)
+            return self._run_of(run, deployment, prompts=prompts, rate_req_s=rate, **length)
 
-        prompts = min(MOST_PROMPTS, max(LEAST_PROMPTS, seats))
-        loads: dict[str, MakeRun] = {
-            pilot: partial(self._run_of, pilot, deployment, prompts=prompts, concurrency=seats)
-        }
-        return loads | {f"{name}_load{i}": partial(at, s, f"{name}_load{i}") for i, s in enumerate(LOAD_SHARES)}
+        def full(run: str, seats: int) -> MakeRun:
+            prompts = min(MOST_PROMPTS, max(LEAST_PROMPTS, seats))
+            return partial(self._run_of, run, deployment, prompts=prompts, concurrency=seats)
+
+        loads: dict[str, MakeRun] = {pilot: full(pilot, seats)}
+        for turn in range(1, self.request.repeats + 1):
+            for i, share in enumerate(LOAD_SHARES):
+                run = f"{name}_load{i}" + (f"_{turn}" if turn > 1 else "")
+                loads[run] = partial(at, share, run)
+            if turn == 1 and deployment.gpus == 1:
+                loads[f"{name}_burst"] = full(f"{name}_burst", self.request.burst)
+                if captured := deployment.pools[0].max_cudagraph_capture_size:
+                    short = min(self.request.input_tokens, int(captured * CAPTURED_SHARE))
+                    loads[f"{name}_short"] = partial(at, LOAD_SHARES[0], f"{name}_short", input_tokens=short)
+        return loads
 
     def _decodes(self, deployment: Deployment) -> dict[str, MakeRun]:
         """Batches of decoding requests with nothing between their steps."""
@@ -264,13 +285,8 @@ class Profiler:
             (self.folder / f"steps_{name}.{server}").write_bytes(config + data[begin:])
 
     def _run_of(self, name: str, deployment: Deployment, **load: Any) -> ServedRun:
-        return ServedRun(
-            name=name,
-            deployment=deployment.to_dict(),
-            input_tokens=self.request.input_tokens,
-            output_tokens=self.request.output_tokens,
-            **load,
-        )
+        lengths = {"input_tokens": self.request.input_tokens, "output_tokens": self.request.output_tokens}
+        return ServedRun(name=name, deployment=deployment.to_dict(), **{**lengths, **load})
 
     def _with(self, profile: Profile, run: ServedRun, status: Status, reason: str | None = None) -> Profile:
         """The profile with `run` at `status`, saved."""

@@ -42,6 +42,7 @@ def expected_config(deployment: Deployment, pool: Pool, revision: str) -> dict[s
         "enable_dbo": pool.enable_dbo,
         **({f"eplb.{k}": v for k, v in eplb.items()} if balanced else {}),
         "draft_tokens": deployment.speculation.draft_tokens,
+        "enable_adaptive_verification": deployment.speculation.enable_adaptive_verification,
         "kv_role": _kv_role(pool),
         "max_new_kv_loads_per_step": pool.max_new_kv_loads_per_step,
         "offload.prefetch.offload_group_size": pool.offload.group_size,
@@ -81,8 +82,11 @@ def _running(folder: Path, pool: Pool) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _at(config: dict[str, Any], key: str) -> Any:
     """The value at a dotted key; a speculative configuration that there is not drafts nothing."""
+    speculative = config.get("speculative") or {}
     if key == "draft_tokens":
-        return (config.get("speculative") or {}).get("num_speculative_tokens", 0)
+        return speculative.get("num_speculative_tokens", 0)
+    if key == "enable_adaptive_verification":
+        return speculative.get(key, False)
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None

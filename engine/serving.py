@@ -84,7 +84,7 @@ def server_command(deployment: Deployment, pool: Pool, slot: Slot, placement: Pl
 
 def _environment(deployment: Deployment, pool: Pool, slot: Slot, placement: Placement, server: str) -> dict[str, str]:
     env = _cpu_environment(deployment, pool, slot, placement) if placement.device == "cpu" else _cuda_environment(slot)
-    env |= flags.ASSUMED_ENVIRONMENT | flags.dp_sync_environment(pool, placement)
+    env |= flags.front_end_environment(pool) | flags.dp_sync_environment(pool, placement)
     if deployment.disaggregated:
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": slot.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(slot.kv_port)}
     if pool.max_new_kv_loads_per_step is not None:

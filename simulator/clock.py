@@ -8,6 +8,9 @@ from typing import Any
 import simpy
 from simpy.events import NORMAL, URGENT
 
+LAST = NORMAL + 1
+"""First of the priorities of what comes after all else at its time, the lowest of them first."""
+
 Sleeps = Generator[int | None, None, None]
 """What a process yields: how long it sleeps, ns; None until it is woken."""
 

@@ -43,15 +43,25 @@ STEADY = PlacedAt()
 """What EPLB as deployed holds up, or blocks where it is off, under popularity that does not drift."""
 
 
+class ShortChunks(NamedTuple):
+    """Prefill chunks of up to `tokens` new ones, which attention takes as it takes decodes: each pair of a query and a
+    token before it counts as `pairs` of a longer chunk's, and what is cached is not worked on besides."""
+
+    tokens: int = 0
+    pairs: float = 1.0
+
+
 class PoolCost(Protocol):
     """Step costs of one pool, bound to its width, drafts and options. All times are ms, all coefficients >= 0.
 
     `launch_quantiles`: how far the launches of steps with prompts spread, as quantiles of launch / mean launch at equal
     shares from 0 to 1; empty where a launch always takes its mean. `launch_correlation`: of one draw with the next.
+    `short_chunks`: how `chunk_work` counts them.
     """
 
     launch_quantiles: tuple[float, ...]
     launch_correlation: float
+    short_chunks: ShortChunks
 
     def attention_ms(
         self,
@@ -64,9 +74,8 @@ class PoolCost(Protocol):
         """Rank-local GPU time, elementwise over arrays of any one shape, or numbers; linear in what decodes, and a rank
         with nothing takes none.
 
-        prefill_tokens: new tokens in this step. prefill_pairs: sum over chunks of new x (cached + new / 2).
-        prefill_context: sum over chunks of the tokens already in the KV cache. decode_requests: decoding requests.
-        decode_context: sum of their context tokens.
+        prefill_tokens: new tokens in this step. prefill_pairs, prefill_context: sums of `chunk_work` over chunks.
+        decode_requests: decoding requests. decode_context: sum of their context tokens.
         """
         ...
 
@@ -95,6 +104,12 @@ class PoolCost(Protocol):
     def dp_sync_ms(self) -> float:
         """The step's all-reduce over DP ranks on the CPU; 0 for one rank."""
         ...
+
+
+def chunk_work(short: ShortChunks, new: int, cached: int) -> tuple[float, int]:
+    """(pairs, context) of a chunk of `new` tokens after `cached` ones: new x (cached + new / 2), and what is cached."""
+    pairs = new * (cached + 0.5 * new)
+    return (short.pairs * pairs, 0) if new <= short.tokens else (pairs, cached)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

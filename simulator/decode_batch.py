@@ -6,6 +6,7 @@ Numbers are kept by rank in cells that are read one by one where one rank change
 """
 
 import heapq
+import math
 from array import array
 
 import numpy as np
@@ -26,8 +27,8 @@ def _cells(n: int) -> tuple[array, np.ndarray]:
 class DecodeBatch:
     """`requests`, `growth`, `held` (ranks,): decoding requests, tokens that they add per step, and KV tokens of prompts
     in prefill or hand-over. `step`: lockstep steps so far; `running`: decoding requests of all ranks. `occupants`
-    (ranks,): requests that decode or are in prefill; `idle_ranks`: ranks without any. `roomy_until`: no rank runs out
-    of KV up to this step, and maybe none later.
+    (ranks,): requests that decode or are in prefill; `idle_ranks`: ranks without any. `acceptance`: steps of a request.
+    `roomy_until`: no rank runs out of KV up to this step, and maybe none later.
     """
 
     def __init__(self, ranks: list[Rank], kv_tokens: int, acceptance: Acceptance) -> None:
@@ -39,7 +40,7 @@ class DecodeBatch:
         self.growth, self.growth_vector = _cells(n)
         self.held, self._held_vector = _cells(n)
         self._base, self._base_vector = _cells(n)
-        self._ranks, self._kv_tokens, self._acceptance = ranks, kv_tokens, acceptance
+        self._ranks, self._kv_tokens, self.acceptance = ranks, kv_tokens, acceptance
         self._ends: list[tuple[int, int, Sequence]] = []
         self._started = 0
         self.roomy_until = 2**62
@@ -65,13 +66,16 @@ class DecodeBatch:
     def start(self, seq: Sequence, tokens: int, context: int) -> None:
         """`seq`, which has entered, decodes `tokens` further tokens from the next step on, from a context of `context`.
         """
-        steps = self._acceptance.steps(seq.request.id, tokens)
+        steps = self.acceptance.steps(seq.request.id, tokens)
         r, step = seq.rank, self.step
         seq.start_step = step
         seq.finish_step = finish = step + steps
-        seq.start_context = context
+        seq.start_context, seq.done_tokens = context, 0.0
         seq.growth = growth = tokens / steps
         seq.generated_tokens = seq.request.output_tokens - tokens
+        if seq.preemptions:  # the end that it was to have before may be at the same step
+            self._ends = [end for end in self._ends if end[2] is not seq]
+            heapq.heapify(self._ends)
         self._ranks[r].decoding[seq] = None
         self.running += 1
         self.requests[r] += 1
@@ -94,6 +98,31 @@ class DecodeBatch:
             self.growth[r] = self._base[r] = 0.0
         seq.finish_step = -1
         return seq.start_context + seq.growth * (self.step - seq.start_step)
+
+    def change_acceptance(self, acceptance: Acceptance) -> None:
+        """From the next step on steps yield as `acceptance` says. A request keeps the share of its way that it has
+        gone, so where it stands does not depend on how often this changes."""
+        self.acceptance = acceptance
+        for r, requests in enumerate(self.requests):
+            if requests:
+                self.growth[r] = self._base[r] = 0.0
+        running = sorted([(order, seq) for finish, order, seq in self._ends if seq.finish_step == finish])
+        for _, seq in running:
+            self._go_on(seq)
+        self._ends = [(seq.finish_step, order, seq) for order, seq in running]
+        heapq.heapify(self._ends)
+        self.roomy_until = self.step
+
+    def _go_on(self, seq: Sequence) -> None:
+        step, whole = self.step, seq.request.output_tokens - seq.generated_tokens
+        new = seq.growth * (step - seq.start_step)
+        seq.done_tokens += new
+        seq.start_context += new
+        left = whole - seq.done_tokens
+        steps = max(1, math.ceil(left * self.acceptance.steps(seq.request.id, whole) / whole - 1e-6))
+        seq.start_step, seq.finish_step, seq.growth = step, step + steps, left / steps
+        self.growth[seq.rank] += seq.growth
+        self._base[seq.rank] += seq.start_context - seq.growth * step
 
     def pop_ended(self) -> list[Sequence]:
         """Requests whose last step has passed, in order of their start; they are still to be stopped."""

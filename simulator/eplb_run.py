@@ -124,6 +124,7 @@ class Reshared:
 
     def __init__(self, cost: PoolCost, shared_ms: Callable[[int, int, int, int, float], SharedTime]) -> None:
         self.launch_quantiles, self.launch_correlation = cost.launch_quantiles, cost.launch_correlation
+        self.short_chunks = cost.short_chunks
         self.attention_ms, self.host_ms, self.launch_floor_ms = cost.attention_ms, cost.host_ms, cost.launch_floor_ms
         self.admission_ms, self.dp_sync_ms = cost.admission_ms, cost.dp_sync_ms
         self.shared_ms = shared_ms

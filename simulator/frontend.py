@@ -14,16 +14,20 @@ class FrontEnd:
     its first turn before any has its second. The ranks of an instance have a process each and share its requests
     evenly. Tokens do not wait for turns.
 
+    It works on the outputs of `chunk` requests of a rank in one go; a turn that is ready waits for the chunk under way
+    and no longer. A delivery is handed on as a whole, behind its last chunk.
+
     Tokens that come while it is behind go out with those before them, as vLLM merges what a stream has not sent: so it
     is never behind by more than one delivery.
     """
 
-    __slots__ = ("_before_ns", "_free_ns", "_ranks", "_run", "_token_ns", "_work_ns", "turn_ns")
+    __slots__ = ("_before_ns", "_chunk_ns", "_free_ns", "_ranks", "_run", "_token_ns", "_work_ns", "turn_ns")
 
-    def __init__(self, token_ms: float, turn_ms: float, ranks: int) -> None:
+    def __init__(self, token_ms: float, turn_ms: float, ranks: int, chunk: int) -> None:
         self._token_ns = token_ms * NS_PER_MS / ranks
         self.turn_ns = round(turn_ms * NS_PER_MS)
         self._ranks = ranks
+        self._chunk_ns = max(1, self.work_ns(chunk * ranks))
         self._before_ns = self._work_ns = self._free_ns = 0
         self._run: OneStep | StepRun | None = None
 
@@ -41,6 +45,8 @@ class FrontEnd:
         """How long from now a turn of a request takes that is ready now; it is under way from here on."""
         begin_ns = max(now_ns, self._free_ns)
         if self._run is not None:
-            begin_ns = max(begin_ns, self._run.last_delivery_ns(now_ns, self._before_ns) + self._work_ns)
+            delivered_ns = self._run.last_delivery_ns(now_ns, self._before_ns)
+            chunks = (begin_ns - delivered_ns) // self._chunk_ns + 1
+            begin_ns = max(begin_ns, delivered_ns + min(self._work_ns, chunks * self._chunk_ns))
         self._free_ns = begin_ns + self.turn_ns // self._ranks
         return begin_ns + self.turn_ns - now_ns

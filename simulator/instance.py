@@ -13,6 +13,7 @@ from rackplan.simulator.clock import Clock, Process, Sleeps
 from rackplan.simulator.eplb_run import Eplb
 from rackplan.simulator.frontend import TURNS, FrontEnd
 from rackplan.simulator.instance_model import InstanceModel
+from rackplan.simulator.kv_loads import KvLoads
 from rackplan.simulator.ranks import Ranks
 from rackplan.simulator.request import NS_PER_MS, Request
 from rackplan.simulator.scheduler import RankPlan, Sequence
@@ -38,8 +39,8 @@ class TokenGaps:
 class Instance:
     """`on_prefilled(seq, instance)`: a prompt is in a prefill pool's KV cache; `on_finished(seq, instance)`: an end.
 
-    `ranks`: its queues and running requests; `token_gaps`, `time`: what was measured; `kv_loading`: hand-overs under
-    way to this instance. `load`, `load_tokens`: see Ranks.
+    `ranks`: its queues and running requests; `token_gaps`, `time`: what was measured; `kv_loads`: where they begin;
+    `kv_loading`: how many are under way. `load`, `load_tokens`: see Ranks.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class Instance:
         self._prefills = model.pool.role == "prefill"
         self.on_prefilled, self.on_finished = on_prefilled, on_finished
         self.ranks = Ranks(model, load, load_tokens)
+        self.kv_loads = KvLoads()
         self.kv_loading = 0
         self._batch = self.ranks.batch
         self._run: StepRun | None = None  # the run of steps under way, where an arrival may cut it
         token_ms = model.frontend_token_ms
-        self._frontend = FrontEnd(token_ms, model.frontend_turn_ms, model.pool.dep) if token_ms else None
+        ranks, chunk = model.pool.dep, model.pool.output_proc_chunk_size
+        self._frontend = FrontEnd(token_ms, model.frontend_turn_ms, ranks, chunk) if token_ms else None
         self._lead_ms = 0.0  # how far the host is ahead of the GPU
         self._seen_ms = 0.0  # how long before the step's end the scheduler looks at its queue
         self._sync_ms = model.cost.dp_sync_ms()
@@ -82,8 +85,11 @@ class Instance:
     # -- what others do to it ------------------------------------------------------------------------------------
     def submit(self, seq: Sequence) -> None:
         """Queue a request on its rank, now."""
+        run, loads = self._under_way, self.kv_loads
+        if loads.in_runs and run and loads.take(seq, self.ranks, run, self.env.now, may_be_cut=self.eplb is not None):
+            return
         self.ranks.add(seq)
-        self._stir(seq.rank, seq.kv_loaded)
+        self._stir(seq.rank, seq.ready_ns)
 
     def receive(self, seq: Sequence) -> None:
         """Take a request in at the front end, which queues it on its rank when it has had its turns."""
@@ -113,39 +119,42 @@ class Instance:
         """The KV of a prompt that the router counts no more may be evicted from now on."""
         self._settle()
         if self.ranks.release(seq):
-            self._stir(seq.rank, kv_loaded=False)
+            self._stir(seq.rank, self.env.now)
 
-    def can_load(self, rank: int, tokens: int) -> bool:
-        """Is there KV for a hand-over of `tokens`?"""
-        done = self._run.steps_done(self.env.now) if self._run else 0
-        return tokens <= self.ranks.room_to_load(rank, done + 1)
-
-    def hold(self, rank: int, tokens: int) -> None:
-        """Allocate KV for a hand-over that starts."""
-        self._settle()
-        self._batch.hold(rank, tokens)
-        self.kv_loading += 1
-        if self._run and self._batch.room(rank, self._batch.step + self._run.steps) < 0:
-            self._cut_run()
-
-    def take_over(self, seq: Sequence) -> None:
-        """A hand-over for which `hold` allocated has arrived."""
-        self._settle()
-        self.kv_loading -= 1
+    def expect_load(self, seq: Sequence) -> None:
+        """A request is on its way here whose KV will be loaded."""
         if self._present is not None:
             self._present[seq] = None
-        seq.ready_ns = self.env.now
-        self.submit(seq)
+        self._settle()
+        self.kv_loading += 1
 
-    def charge_host_ms(self, ms: float) -> None:
-        """Work put on the worker's thread from outside: it follows the next launch, and the step behind that may have
-        to wait. Where nothing runs it holds up nothing."""
-        if self._under_way is not None:
-            self._after_ms += ms
+    def end_load(self, seq: Sequence) -> None:
+        """KV that was loaded for a request has arrived, at its `ready_ns`."""
+        if self._is_lost(seq):
+            return
+        self._settle()
+        self.kv_loading -= 1
+        self.ranks.end_load(seq)
+        self._stir(seq.rank, seq.ready_ns, kv_loaded=True)
+
+    def drop_load(self, seq: Sequence) -> None:
+        """The KV that `expect_load` was told of will not come."""
+        if self._present is not None:
+            del self._present[seq]
+        self._settle()
+        self.kv_loading -= 1
+        if self.ranks.drop_load(seq):
+            if self._is_idle:
+                self._process.wake()
             self._cut_run()
 
+    def charge_host_ms(self, ms: float) -> None:
+        """Work on the worker's thread for a load that begins: it follows the launch of the step that is planned, and
+        the step behind that may have to wait. Where nothing runs it holds up nothing."""
+        self._after_ms += ms
+
     def step_ms(self) -> float:
-        """How long the step under way takes, ms; 0 where none is."""
+        """How long the step takes that is under way or has just ended, ms; 0 where none is."""
         run = self._under_way
         return run.wall_ns_at(self.env.now) / NS_PER_MS if run else 0.0
 
@@ -200,18 +209,25 @@ class Instance:
 
     # -- the process ---------------------------------------------------------------------------------------------
     def _live(self, ranks: Ranks) -> Sleeps:
-        env, batch = self.env, ranks.batch
+        env, batch, kv_loads = self.env, ranks.batch, self.kv_loads
         while ranks is self.ranks:  # else it was lost, and this process belongs to what it was
             if batch.step >= batch.roomy_until:
                 ranks.preempt_for_growth()
             now = env.now
-            plans = ranks.plan(now, now - round(self._seen_ms * NS_PER_MS))
+            planned_ns = now - round(self._seen_ms * NS_PER_MS)
+            if kv_loads.unseen:
+                kv_loads.queue_seen(ranks, planned_ns)
+            plans = ranks.plan(now, planned_ns)
             if not plans and not batch.running:
                 self._lead_ms = self._seen_ms = 0.0
                 self._deliver(0)
-                plans = ranks.plan(now, now + 1)  # nothing runs: all that is here is seen
-            if ranks.host_loads:
-                self._load_from_host()
+                if kv_loads.unseen:
+                    kv_loads.queue_seen(ranks, now + 1)
+                plans, planned_ns = ranks.plan(now, now + 1), now  # nothing runs: all that is here is seen
+            if not plans and not batch.running:
+                self._under_way = None
+            if ranks.begun_loads:
+                self._begin_loads(planned_ns)
             if not plans and not batch.running:
                 yield from self._wait_for_work()
                 continue
@@ -219,9 +235,11 @@ class Instance:
             run = self._next_run(plans)
             self._under_way = run
             self._run = run if isinstance(run, StepRun) else None
+            if kv_loads.unseen:
+                kv_loads.take_unseen(ranks, run, now, may_be_cut=self.eplb is not None)
             if self._frontend:
                 self._frontend.passing(run, batch.running)
-            self._deliver(run.delivery_ns)  # may start hand-overs, which take KV from this run
+            self._deliver(run.delivery_ns)
             while (left_ns := run.end_ns - env.now) > 0:
                 yield left_ns  # interrupted where the run is shorter by now
             if ranks is not self.ranks:
@@ -242,7 +260,8 @@ class Instance:
         experts = eplb or model
         extra_ms, self._extra_host_ms = self._extra_host_ms, 0.0
         after_ms, self._after_ms = self._after_ms, 0.0
-        load = load_of(plans, batch, 1 + model.acceptance.draft_tokens, experts.cost)
+        drafts = model.verification.settle(batch) if model.verification else model.acceptance.draft_tokens
+        load = load_of(plans, batch, 1 + drafts, experts.cost)
         steps = 1 if plans or extra_ms or after_ms else self.ranks.steps_ahead()
         if eplb:
             steps = min(steps, eplb.steps_ahead(batch.step))
@@ -293,39 +312,36 @@ class Instance:
         else:
             self.on_finished(seq, self)
 
-    def _load_from_host(self) -> None:
-        for seq in self.ranks.host_loads:
+    def _begin_loads(self, planned_ns: int) -> None:
+        for seq in self.ranks.begun_loads:
+            if seq.kv_elsewhere:
+                self.kv_loads.start(seq, self.env.now, planned_ns)
+                continue
+            self.kv_loading += 1
             tier = self.ranks.queues[seq.rank].host
             assert tier is not None
-            self.kv_loading += 1
-            self.env.after(tier.load_ns(seq.host_tokens - seq.computed_tokens, self.env.now), self._host_loaded, seq)
-        self.ranks.host_loads.clear()
-
-    def _host_loaded(self, seq: Sequence) -> None:
-        if self._is_lost(seq):
-            return
-        self._settle()
-        self.kv_loading -= 1
-        seq.ready_ns = self.env.now
-        self.ranks.add_loaded(seq)
-        self._stir(seq.rank, kv_loaded=True)
+            load_ns = tier.load_ns(seq.loaded_tokens - seq.computed_tokens, self.env.now)
+            seq.ready_ns = self.env.now + load_ns
+            self.env.after(load_ns, self.end_load, seq)
+        self.ranks.begun_loads.clear()
 
     def _wait_for_work(self) -> Sleeps:
         self._idle_since = self.env.now
-        self._under_way, self._extra_host_ms, self._after_ms = None, 0.0, 0.0
+        self._extra_host_ms = self._after_ms = 0.0
         self.ranks.begin_wave()
         self._is_idle = True
         yield None
         self._is_idle = False
         self._book_idle()
 
-    def _stir(self, rank: int, kv_loaded: bool) -> None:
-        """Something came to `rank`: wake up, or end the run of steps at the first boundary at which it can be seen."""
+    def _stir(self, rank: int, since_ns: int, *, kv_loaded: bool = False) -> None:
+        """Something came to `rank` at `since_ns`: wake up, or end the run of steps at the first boundary at which it
+        can be seen."""
         if self._is_idle:
             self._process.wake()
             return
         run = self._run
-        if run and not self.ranks.is_blocked(rank, kv_loaded) and run.end_before_next_begin(self.env.now):
+        if run and not self.ranks.is_blocked(rank, kv_loaded) and run.end_before_next_begin(since_ns):
             self._notice()
 
     def _cut_run(self) -> None:

@@ -17,6 +17,7 @@ class DrawnLaunches:
 
     def __init__(self, cost: PoolCost, rng: np.random.Generator) -> None:
         self.launch_quantiles, self.launch_correlation = cost.launch_quantiles, cost.launch_correlation
+        self.short_chunks = cost.short_chunks
         self.attention_ms, self.shared_ms, self.host_ms = cost.attention_ms, cost.shared_ms, cost.host_ms
         self.admission_ms, self.dp_sync_ms = cost.admission_ms, cost.dp_sync_ms
         self._mean_ms = cost.launch_floor_ms

@@ -6,7 +6,6 @@ What vLLM's NIXL connectors do (read in 0.32): a decode instance whose load fail
 to two thirds of it; when it dies, what is left of the last renewal runs out.
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,8 @@ class LossyTransfers(KvTransfers):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.on_lost: Callable[[Sequence], None]
-        self._under_way: dict[Sequence, tuple[Sequence, Instance, Instance]] = {}
+        for instance in self.decode.instances:
+            instance.kv_loads.in_runs = False  # a loss may end a run before the step that a load would begin with
 
     def hand_over(self, seq: Sequence, source: Instance) -> None:
         if self.decode.all_down:
@@ -37,36 +37,18 @@ class LossyTransfers(KvTransfers):
             super().hand_over(seq, source)
 
     def lose(self, lost: Instance) -> list[Sequence]:
-        """`lost` is gone, at either end of hand-overs: their requests, those that wait for room first."""
-        waited = self._take_waiting(lost)
-        began = [target for target, (_, *ends) in self._under_way.items() if lost in ends]
-        taken = [(target, *self._under_way.pop(target)) for target in began]
-        for target, _, _, instance in taken:
-            if instance is not lost:
-                instance.release(target)
-                instance.kv_loading -= 1
-        for target, _, _, instance in waited:
-            if instance is not lost:
-                instance.ranks.leave(target)
-        for _, seq, source, _ in [*waited, *taken]:
-            if source is not lost:
+        """`lost` is gone, at either end of hand-overs: the prompts that it had, which decode instances wait for."""
+        gone = []
+        for target, (seq, source, instance) in list(self._under_way.items()):
+            if lost is source:
+                instance.drop_load(target)
+                gone.append(seq)
+            elif lost is instance:
                 self._keep_for_lease(seq, source, RENEWED_S)
-        for instance, rank in dict.fromkeys((i, t.rank) for t, _, _, i in [*waited, *taken] if i is not lost):
-            self.room_freed(instance, rank)
-        return [seq for _, seq, _, _ in [*waited, *taken]]
-
-    def _take_waiting(self, lost: Instance) -> list[tuple[Sequence, Sequence, Instance, Instance]]:
-        """(target, seq, source, instance) of the hand-overs from or to `lost` that wait for room; they wait no more."""
-        taken = []
-        for (instance, rank), queue in self._waiting.items():
-            stay: deque[tuple[Sequence, Instance, Sequence]] = deque()
-            for seq, source, target in queue:
-                if lost in (source, instance):
-                    taken.append((target, seq, source, instance))
-                else:
-                    stay.append((seq, source, target))
-            self._waiting[instance, rank] = stay
-        return taken
+            else:
+                continue
+            del self._under_way[target]
+        return gone
 
     def _keep_for_lease(self, seq: Sequence, source: Instance, renewed_s: float) -> None:
         """`source` holds the prompt until its lease ends; `renewed_s`: left of the last renewal."""
@@ -80,10 +62,15 @@ class LossyTransfers(KvTransfers):
         if source.ranks is ranks:  # else it was lost since
             source.give_back(seq)
 
-    def _start(self, seq: Sequence, source: Instance, target: Sequence, instance: Instance) -> None:
-        self._under_way[target] = (seq, source, instance)
-        super()._start(seq, source, target, instance)
+    # What was on its way when an end of it was lost goes on no more.
+    def _queue(self, target: Sequence) -> None:
+        if target in self._under_way:
+            super()._queue(target)
 
-    def _arrive(self, hand_over: tuple[Sequence, Instance, Sequence, Instance]) -> None:
-        if self._under_way.pop(hand_over[2], None):  # else an end of it was lost
-            super()._arrive(hand_over)
+    def _start(self, planned: tuple[Sequence, int]) -> None:
+        if planned[0] in self._under_way:
+            super()._start(planned)
+
+    def _arrive(self, target: Sequence) -> None:
+        if target in self._under_way:
+            super()._arrive(target)

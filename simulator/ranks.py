@@ -14,7 +14,7 @@ MOST_COALESCED_STEPS = 256
 class Ranks:
     """`batch`: the running requests; `load`, `load_tokens` (ranks,): requests on each rank and their tokens, for the
     router. `outputs`: what the last step made, first tokens and ends (True). `blocked`: by rank, what held its requests
-    back in the last plan. `host_loads`: requests whose load from host memory is to begin.
+    back in the last plan. `begun_loads`: requests whose load is to begin.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class Ranks:
         self.model, self.pool = model, model.pool
         self.load, self.load_tokens = load, load_tokens
         self.queues = [Rank(model.make_cache(), model.make_host_tier()) for _ in range(model.pool.dep)]
-        self.host_loads: list[Sequence] = []
+        self.begun_loads: list[Sequence] = []
         self.batch = DecodeBatch(self.queues, model.kv_tokens, model.acceptance)
         self.outputs: list[tuple[Sequence, bool]] = []
         self.blocked: dict[int, str] = {}
@@ -37,12 +37,12 @@ class Ranks:
     # -- what comes from outside ----------------------------------------------------------------------------------
     def add(self, seq: Sequence) -> None:
         """Queue a request on its rank."""
-        queue = self.queues[seq.rank]
-        (queue.loaded if seq.kv_loaded else queue.waiting).append(seq)
+        self.queues[seq.rank].waiting.append(seq)
         self._busy.add(seq.rank)
 
-    def add_loaded(self, seq: Sequence) -> None:
-        """What host memory had of a request's prompt is in KV: it is in line before what waits."""
+    def end_load(self, seq: Sequence) -> None:
+        """What was to be loaded of a request's prompt is in KV: it is in line before what waits."""
+        seq.is_loading = False
         self._busy.add(seq.rank)
 
     def release(self, seq: Sequence) -> bool:
@@ -55,6 +55,19 @@ class Ranks:
             return True
         return False
 
+    def drop_load(self, seq: Sequence) -> bool:
+        """`seq`, whose KV was to be loaded, is gone, queued by now or not. True if a request waited behind it."""
+        r, rank = seq.rank, self.queues[seq.rank]
+        self.leave(seq)
+        if seq.is_loading:
+            rank.holding.remove(seq)
+            self.batch.held[r] -= seq.prompt_tokens
+        elif seq in rank.waiting:
+            rank.waiting.remove(seq)
+        if rank.only_decodes:
+            self._busy.discard(r)
+        return self.blocked.pop(r, None) is not None
+
     def prime(self, r: int, request: Request) -> None:
         """Put the whole prompt of `request` into a rank's prefix cache."""
         if self.pool.enable_prefix_caching:
@@ -63,18 +76,29 @@ class Ranks:
             cache.end(request, request.input_tokens)
             cache.evict_to(self.model.kv_tokens)
 
+    def can_load_beside(self, seq: Sequence, steps: int) -> bool:
+        """Will the scheduler begin the load of `seq` when it next looks, whichever loads end before, and have KV left
+        for the next `steps`?"""
+        rank, pool = self.queues[seq.rank], self.pool
+        most = len(rank.decoding) + len(rank.holding)
+        return (
+            seq.rank not in self._busy
+            and most < pool.max_num_seqs
+            and most * self._width < pool.max_num_batched_tokens
+            and seq.prompt_tokens <= self.batch.room(seq.rank, self.batch.step + steps)
+        )
+
+    def hold_load(self, seq: Sequence) -> None:
+        """The hand-over of `seq` begins beside steps that are under way."""
+        self.queues[seq.rank].begin_load(seq, 0, seq.prompt_tokens)
+        self._hold_loads(seq.rank)
+        self.begun_loads.clear()
+
     def is_blocked(self, r: int, kv_loaded: bool) -> bool:
         """Can a request that comes to rank `r` not start before another ends? One with its KV needs no more of it, or
         less (`kv_loaded`)."""
         reason = self.blocked.get(r)
         return reason is not None and not (kv_loaded and reason == "kv_full")
-
-    def room_to_load(self, r: int, steps: int) -> float:
-        """KV tokens for a hand-over to rank `r` in the step that follows `steps` from now. It may not take what prompts
-        in prefill still need; the chunks under way are counted twice."""
-        room = self.batch.room(r, self.batch.step + steps)
-        partial = self.queues[r].partial
-        return room - sum([seq.prompt_tokens - seq.computed_tokens for seq in partial]) if partial else room
 
     def begin_wave(self) -> None:
         """Nothing runs: `prefill_schedule_interval` counts from the next step on."""
@@ -103,8 +127,8 @@ class Ranks:
                 room = self._room_to_admit(r, chunks) if rank.waiting or rank.holding else 0.0
                 given = Given(now_ns, visible_before_ns, room, self._width, self.model.replay_tokens, defers)
                 plan = plan_rank(rank, self.pool, chunks, given)
-                if rank.from_host:
-                    self._hold_host_loads(r)
+                if rank.begun:
+                    self._hold_loads(r)
             if plan.blocked_by:
                 blocked[r] = plan.blocked_by
             if plan.chunks or plan.loads:
@@ -130,13 +154,13 @@ class Ranks:
             cache.evict_to(int(room))
         return room
 
-    def _hold_host_loads(self, r: int) -> None:
-        """KV for what is loaded from host memory, from the start of the load on."""
+    def _hold_loads(self, r: int) -> None:
+        """KV for what is loaded, from the start of the load on."""
         rank, batch = self.queues[r], self.batch
-        batch.hold(r, sum([seq.host_tokens - seq.shared_tokens for seq in rank.from_host]))
+        batch.hold(r, sum([seq.loaded_tokens - seq.shared_tokens for seq in rank.begun]))
         rank.cache.evict_to(int(batch.room(r, batch.step)))
-        self.host_loads += rank.from_host
-        rank.from_host.clear()
+        self.begun_loads += rank.begun
+        rank.begun.clear()
         if rank.only_decodes:
             self._busy.discard(r)
 
@@ -188,7 +212,7 @@ class Ranks:
         seq = rank.last_admitted()
         rank.cache.evict_to(0)
         if seq in rank.decoding:
-            seq.generated_tokens += round(seq.growth * (batch.step - seq.start_step))
+            seq.generated_tokens += round(seq.done_tokens + seq.growth * (batch.step - seq.start_step))
             seq.prompt_tokens = seq.request.input_tokens + seq.generated_tokens
             batch.stop(seq)
         else:
@@ -196,7 +220,7 @@ class Ranks:
             batch.held[r] -= seq.computed_tokens
             batch.leave(r)
         batch.held[r] += rank.cache.end(seq.request, 0)
-        seq.computed_tokens, seq.kv_loaded, seq.host_tokens, seq.shared_tokens = 0, False, 0, 0
+        seq.computed_tokens, seq.kv_elsewhere, seq.loaded_tokens, seq.shared_tokens = 0, False, 0, 0
         seq.preemptions += 1
         self.preemptions += 1
         rank.waiting.appendleft(seq)

@@ -11,6 +11,7 @@ import numpy as np
 
 from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memory
 from rackplan.simulator.acceptance import USUAL, Acceptance, Drafting
+from rackplan.simulator.adaptive import Verification
 from rackplan.simulator.block_cache import BlockCache
 from rackplan.simulator.clock import Clock, Process, Sleeps
 from rackplan.simulator.cost import STEADY, Calibration
@@ -171,7 +172,10 @@ class _Run:
         self, calibration: Calibration, pool: Pool, plan: MemoryPlan, acceptance: Acceptance, hashed: bool
     ) -> list[InstanceModel]:
         deployment, model = self.deployment, self.deployment.model_spec
-        served = served_by(calibration, deployment, pool)
+        served, verification = served_by(calibration, deployment, pool), None
+        if deployment.speculation.enable_adaptive_verification and pool.role != "prefill":
+            verification = Verification(calibration, deployment, pool, self.options.drafting, self.options.seed)
+            served, acceptance = verification.served, verification.acceptances[-1]
         own = served(STEADY)
         one = InstanceModel(
             pool=pool,
@@ -189,6 +193,7 @@ class _Run:
             kv_offloading_tokens=plan.kv_offloading_tokens,
             kv_bytes_per_token=model.kv_bytes_per_token,
             host_gb_s=deployment.gpu_spec.host_gb_s,
+            verification=verification,
         )
         if not one.cost.launch_quantiles:
             return [one] * pool.instances
@@ -253,8 +258,6 @@ class _Run:
         self.transfers.hand_over(seq, instance)
 
     def _finished(self, seq: Sequence, instance: Instance) -> None:
-        if self.transfers is not None:
-            self.transfers.room_freed(instance, seq.rank)
         r = seq.request
         self.ended.extend(
             (

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rackplan.simulator.cost import PoolCost
+from rackplan.simulator.cost import PoolCost, ShortChunks, chunk_work
 from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.scheduler import RankPlan, Sequence
 
 
 class Prefill(NamedTuple):
-    """What one rank prefills: new tokens, sum of new x (cached + new / 2), and the tokens that are in its KV cache."""
+    """What one rank prefills: new tokens, and the sums of `chunk_work`."""
 
     tokens: float
     pairs: float
@@ -44,7 +44,7 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     widest = max(batch.requests) * width
     for r, (started, own_chunks, loads, _) in plans.items():
         if own_chunks:
-            prefills[r] = prefill = _prefill_of(own_chunks)
+            prefills[r] = prefill = _prefill_of(own_chunks, cost.short_chunks)
             prefill_tokens += int(prefill.tokens)
             chunks += len(own_chunks)
             if (tokens := prefill.tokens + batch.requests[r] * width) > widest:
@@ -64,11 +64,11 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     )
 
 
-def _prefill_of(chunks: list[tuple[Sequence, int]]) -> Prefill:
+def _prefill_of(chunks: list[tuple[Sequence, int]], short: ShortChunks) -> Prefill:
     tokens, pairs, context = 0, 0.0, 0
     for seq, new in chunks:
-        cached = seq.computed_tokens
+        own_pairs, own_context = chunk_work(short, new, seq.computed_tokens)
         tokens += new
-        pairs += new * (cached + 0.5 * new)
-        context += cached
+        pairs += own_pairs
+        context += own_context
     return Prefill(float(tokens), pairs, float(context))

@@ -121,13 +121,21 @@ class StepRun:
         """Steps that have ended by now."""
         return int(self._ends_ns[: self.steps].searchsorted(now_ns, side="right"))
 
+    def steps_planned(self, now_ns: int) -> int:
+        """Steps for which the scheduler has looked at its queue by now."""
+        return int(self._begins_ns.searchsorted(now_ns, side="right"))
+
+    def begin_of(self, step: int) -> tuple[int, int]:
+        """When the step with that number, 1 or more, begins, and when it is planned."""
+        return int(self._ends_ns[step - 1]), int(self._begins_ns[step])
+
     def end_with_current(self, now_ns: int) -> bool:
         """Keep no step after the one under way. True if that is shorter than before."""
         return self._keep(self.steps_done(now_ns) + 1)
 
     def end_before_next_begin(self, now_ns: int) -> bool:
         """Keep the steps that the scheduler has planned already. True if that is shorter than before."""
-        return self._keep(int(self._begins_ns.searchsorted(now_ns, side="right")))
+        return self._keep(self.steps_planned(now_ns))
 
     def _keep(self, steps: int) -> bool:
         if steps >= self.steps:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rackplan.engine import Deployment, Pool, parse_deployment, plan_memory
-from rackplan.simulator.cost import STEADY, PlacedAt, SharedTime, TransferCost
+from rackplan.simulator.cost import STEADY, PlacedAt, SharedTime, ShortChunks, TransferCost
 from rackplan.simulator.rearrange import Rearrangement
 from rackplan.simulator.request import Load, Request, Source
 from rackplan.simulator.streams import Streams
@@ -16,6 +16,7 @@ class LinearCost:
 
     launch_quantiles: tuple[float, ...] = ()
     launch_correlation = 0.0
+    short_chunks = ShortChunks()
 
     def __init__(self, fixed_ms=3.0, token_ms=0.01, context_ms=1e-6, host=0.0, sync=0.0, admission=0.0, floor=0.0):
         self.fixed_ms, self.token_ms, self.context_ms = fixed_ms, token_ms, context_ms

@@ -12,13 +12,19 @@ from rackplan.engine.vllm_plugin import exact_batches
 from rackplan.engine.vllm_plugin.exact_batches import main, parse_case
 
 
-@given(new=st.integers(2, 4096), context=st.integers(0, 5000), batch=st.integers(0, 600), kv=st.integers(2, 9000))
-def test_a_case_counts_every_request_and_token_once(new, context, batch, kv):
+@given(
+    chunks=st.integers(1, 9),
+    new=st.integers(2, 4096),
+    context=st.integers(0, 5000),
+    batch=st.integers(0, 600),
+    kv=st.integers(2, 9000),
+)
+def test_a_case_counts_every_request_and_token_once(chunks, new, context, batch, kv):
     decodes = f",{batch}*1@{kv}" if batch else ""
-    case = parse_case(f"c={new}@{new + context}{decodes}")
-    assert (case.new_tokens, case.context_tokens) == (new, context)
-    assert case.requests == [(new, new + context)] + [(1, kv)] * batch
-    assert case.tokens == sum(tokens for tokens, _ in case.requests) == new + batch
+    case = parse_case(f"c={chunks}*{new}@{new + context}{decodes}")
+    assert (case.chunks, case.new_tokens, case.context_tokens) == (chunks, new, context)
+    assert case.requests == [(new, new + context)] * chunks + [(1, kv)] * batch
+    assert case.tokens == sum(tokens for tokens, _ in case.requests) == chunks * new + batch
     row = dict(zip(COLUMNS, row_of(case, 2, 12.5, 1.0), strict=True))
     assert (row["requests_per_rank"], row["tokens_per_rank"]) == (len(case.requests), case.tokens)
     assert row["phase"] == ("mixed" if batch else "prefill")
@@ -32,7 +38,7 @@ def test_single_tokens_with_a_context_are_decodes(batch, kv):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "c", "c=", "=256", "c=x", "c=0", "c=256@128", "c=2*", "c=-1", "c=256c", "c=4:2", "c=256,512", "c=2*256",
+    ["", "c", "c=", "=256", "c=x", "c=0", "c=256@128", "c=2*", "c=-1", "c=256c", "c=4:2", "c=256,512", "c=2*256,128",
      "c=8*1@512,4*1@256", "c=1.5"],
 )  # fmt: skip
 def test_a_case_that_is_no_such_batch_is_refused_by_name(text):

@@ -19,8 +19,9 @@ from rackplan.simulator.simulate import RunOptions, simulate
 POLICIES = ("round_robin", "random", "least_requests", "least_tokens", "prefix_affinity", "session_affinity")
 
 
-def run(deployment, reqs, *failures: Failure, **options):
+def run(deployment, reqs, *failures: Failure, transfer=None, **options):
     calibration = FakeCalibration(LinearCost(host=0.8, sync=0.3, admission=0.2, floor=7.0))
+    calibration.transfer = dataclasses.replace(calibration.transfer, **(transfer or {}))
     return simulate(deployment, GivenRequests(reqs), Load(), calibration, RunOptions(failures=failures, **options))
 
 
@@ -68,7 +69,8 @@ def test_every_request_has_one_outcome_and_all_gpu_time_one_cause(seed):
         for i in range(pool.instances)
         if rng.random() < 0.7
     ]
-    options = {"resubmit": bool(rng.random() < 0.7)}
+    transfer = {"setup_ms": float(rng.choice([5, 200])), "gb_per_s": float(rng.choice([0.2, 50]))}
+    options = {"resubmit": bool(rng.random() < 0.7), "transfer": transfer}
     result = run(deployment, reqs, *failures, **options)
     assert result.unfinished == 0
     assert n == result.submitted == len(result.finish_ns) + result.failed + result.rejected

@@ -21,23 +21,42 @@ from rackplan.simulator.request import Load
 from rackplan.simulator.simulate import RunOptions, simulate
 
 
-def run(token_ms, turn_ms=2.0, reqs=None, coalesce=True, seed=0, dep=1):
+def run(token_ms, turn_ms=2.0, reqs=None, coalesce=True, seed=0, dep=1, chunk=128):
     calibration = FakeCalibration(LinearCost(host=0.8, floor=6.0))
     calibration.frontend_ms, calibration.frontend_token_ms, calibration.frontend_turn_ms = 10.0, token_ms, turn_ms
     if reqs is None:
         rng = np.random.default_rng(seed)
         reqs = requests(np.cumsum(rng.exponential(0.01, 60)), rng.integers(200, 3000, 60), rng.integers(2, 80, 60))
     options = RunOptions(coalesce=coalesce)
-    return simulate(aggregated(dep=dep, instances=2), GivenRequests(reqs), Load(), calibration, options)
+    deployment = aggregated(dep=dep, instances=2, output_proc_chunk_size=chunk)
+    return simulate(deployment, GivenRequests(reqs), Load(), calibration, options)
 
 
 def same(a, b) -> bool:
     return all((getattr(a, k) == getattr(b, k)).all() for k in ("request_id", "first_token_ns", "finish_ns"))
 
 
+@given(st.integers(0, 1000), st.sampled_from([0.01, 0.1, 1.0]), st.sampled_from([1, 2]), st.sampled_from([1, 8, 128]))
+def test_runs_of_steps_leave_the_front_end_as_single_steps_do(seed, token_ms, dep, chunk):
+    coalesced, single = (run(token_ms, seed=seed, dep=dep, chunk=chunk, coalesce=c) for c in (True, False))
+    assert same(coalesced, single)
+
+
 @given(st.integers(0, 1000), st.sampled_from([0.01, 0.1, 1.0]), st.sampled_from([1, 2]))
-def test_runs_of_steps_leave_the_front_end_as_single_steps_do(seed, token_ms, dep):
-    assert same(run(token_ms, seed=seed, dep=dep), run(token_ms, seed=seed, dep=dep, coalesce=False))
+def test_a_chunk_that_holds_every_output_of_a_step_changes_nothing(seed, token_ms, dep):
+    assert same(run(token_ms, seed=seed, dep=dep, chunk=60), run(token_ms, seed=seed, dep=dep, chunk=10_000))
+
+
+def test_a_turn_waits_for_the_chunk_under_way_and_no_longer():
+    # 80 requests of an instance decode, 0.1 ms a token; two more come, each with TURNS turns.
+    late = requests([0.0] * 160 + [1.5, 1.6], 100, [400] * 160 + [2, 2])
+    free_ms = np.sort(run(0.0, reqs=late).scheduled_ns)[-2:] / 1e6
+    wait_ms = {}
+    for chunk in (1, 20, 128):
+        found = run(0.1, reqs=late, chunk=chunk)
+        wait_ms[chunk] = np.sort(found.scheduled_ns)[-2:] / 1e6 - free_ms
+        assert (wait_ms[chunk] < TURNS * 0.1 * min(chunk, 81) + 10.0).all()  # and a step
+    assert wait_ms[1].sum() < wait_ms[20].sum() < wait_ms[128].sum()
 
 
 def test_an_idle_front_end_takes_its_time_whatever_its_turns():
@@ -131,10 +150,10 @@ def test_two_runs_of_a_day_tell_the_host_alike():
 
 def test_a_profile_with_one_served_run_predicts_its_others(tmp_path):
     """Bounds as measured, with room: throughput of the burst is 9 % off, mean TPOT near the knee 10 %."""
-    shutil.copytree(h200.PROFILE, tmp_path / "p")
+    shutil.copytree(h200.LOGGED["dep1"], tmp_path / "p")
     path = tmp_path / "p" / "profile.json"
     identity = json.loads(path.read_text())
-    kept = [r for r in identity["runs"] if r["name"] == h200.LOGGED_RUN]
+    kept = [r for r in identity["runs"] if r["name"] == "dep1_load0"]
     path.write_text(json.dumps({**identity, "runs": kept}))
     fitted = fit_profile(tmp_path / "p", "one")
     assert not {"frontend_ms", "frontend_token_ms", "host_step_ms", "eager_floor_ms"} & set(fitted.carried)

@@ -100,18 +100,18 @@ def plan(rank: Rank, room_tokens: int, visible_before_ns: int = 1):
 def test_a_load_leaves_what_the_loads_before_it_still_need(kv_tokens, loads):
     rank = rank_with_two_sessions_in_host_memory()
     blocked_by = plan(rank, kv_tokens).blocked_by
-    assert [seq.request.session for seq in rank.from_host] == [0, 1][:loads]
+    assert [seq.request.session for seq in rank.begun] == [0, 1][:loads]
     assert blocked_by == (None if loads == 2 else "kv_full")
 
 
 def test_what_holds_kv_is_in_line_before_what_waits_in_the_order_of_its_loads():
     rank = rank_with_two_sessions_in_host_memory()
     plan(rank, 10_000)
-    first, second = rank.from_host
+    first, second = rank.begun
     rank.waiting.append(Sequence(Request(20, 0, 100, 1), 0, 0, 100))
-    second.ready_ns = 5  # its load has ended, the other's has not
+    second.is_loading, second.ready_ns = False, 5  # its load has ended, the other's has not
     assert plan(rank, 10_000, visible_before_ns=6).started[0] is second
-    first.ready_ns = 7
+    first.is_loading, first.ready_ns = False, 7
     rank.waiting.append(Sequence(Request(21, 0, 100, 1), 0, 0, 100))
     assert plan(rank, 1112, visible_before_ns=8).started[0] is first  # what it holds needs no room
     assert not rank.holding

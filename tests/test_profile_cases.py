@@ -3,6 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rackplan.calibration.readers.forward_csv import forward_rows
+from rackplan.engine.forward_table import append_row, row_of
 from rackplan.engine.profile_cases import ForwardCase, Limits, extremes_first, forward_cases, powers_of_two
 
 LIMITS = st.builds(
@@ -49,6 +51,30 @@ def test_cases_are_written_as_the_engine_reads_them():
     mixed = ForwardCase(new_tokens=512, decode_batch=16, decode_kv_len=4096)
     assert mixed.argument == "mix_512_16_4096=512@512,16*1@4096"
     assert mixed.kv_tokens == 512 + 16 * 4096
+    several = ForwardCase(chunks=4, new_tokens=1024, context_tokens=512, decode_batch=8, decode_kv_len=64)
+    assert several.argument == "mix_4x1024_512_8_64=4*1024@1536,8*1@64"
+    assert ForwardCase(chunks=2, new_tokens=64).argument == "prefill_2x64=2*64@64"
+    assert several.kv_tokens == 4 * 1536 + 8 * 64
+
+
+def test_a_table_of_cases_is_read_back_as_they_were(tmp_path):
+    """What is timed and what is fitted are one shape, whatever its chunks, hits and decodes."""
+    cases = forward_cases(H200)
+    for case in cases:
+        append_row(tmp_path / "forward_dep1.csv", row_of(case, 1, 1000.0, 0.5))
+    rows = forward_rows(tmp_path / "forward_dep1.csv")
+    assert any(row.batch.chunks > 1 for row in rows)
+    for case, row in zip(cases, rows, strict=True):
+        b = row.batch
+        assert [(b.new_tokens, b.new_tokens + b.cached_tokens)] * b.chunks == case.requests[: b.chunks]
+        assert [(1, b.context_tokens)] * b.decodes == case.requests[b.chunks :]
+
+
+def test_every_kind_of_several_chunks_is_among_the_first_forty():
+    several = [c for c in forward_cases(H200)[:40] if c.chunks > 1]
+    assert any(not c.context_tokens and not c.decode_batch for c in several)
+    assert any(c.context_tokens for c in several)
+    assert any(c.decode_batch for c in several)
 
 
 def test_powers_end_with_the_last():

@@ -16,6 +16,7 @@ from rackplan.calibration.library import calibration_file
 from rackplan.calibration.profile import fit_profile
 from rackplan.calibration.readers.profile_folder import read_profile
 from rackplan.calibration.rows import Row
+from rackplan.calibration.served import launch_at_no_tokens_ms, launches_of, prompt_steps, token_launch_ms
 from rackplan.calibration.serving import replay_served
 from rackplan.engine import InputError
 
@@ -226,11 +227,11 @@ def test_the_generic_fit_of_the_embedded_rows_is_the_embedded_fit(on_gpu):
 
 def test_launches_and_their_spread_come_from_the_clients(on_gpu):
     shipped = calibration_file("h200-v2-lite").coefficients
-    past = h200.launches_of([h200.prompt_steps(r) for r in h200.served_runs()], h200.CAPTURED_TOKENS, eager=True)
-    c, token_ms = on_gpu.coefficients, h200.token_launch_ms(past)
+    past = launches_of([prompt_steps(r) for r in h200.served_runs()], h200.CAPTURED_TOKENS, eager=True)
+    c, token_ms = on_gpu.coefficients, token_launch_ms(past)
     assert c.piecewise_floor_ms == pytest.approx(shipped.piecewise_floor_ms, rel=0.05)
     assert c.eager_token_launch_ms == pytest.approx(token_ms, rel=0.05)
-    beside_ms = h200.launch_at_no_tokens_ms(past, token_ms)
+    beside_ms = launch_at_no_tokens_ms(past, token_ms)
     assert c.eager_floor_ms + c.eager_decode_launch_ms == pytest.approx(beside_ms, rel=0.05)
     assert len(on_gpu.coefficients.launch_quantiles) == len(shipped.launch_quantiles)
     assert not {"eager_floor_ms", "launch_quantiles", "frontend_ms"} & set(on_gpu.carried)

@@ -70,6 +70,7 @@ CHANGED = {
     "async_scheduling": False,
     "redundant_experts": 0,
     "enable_dbo": True,
+    "output_proc_chunk_size": 16,
     "offload.group_size": 8,
     "kv_offloading_gib": 500,
     "offload.num_in_group": 2,
@@ -83,6 +84,7 @@ CHANGED = {
     "eplb.interval_steps": 500,
     "eplb.use_async": False,
     "speculation.draft_tokens": 1,
+    "speculation.enable_adaptive_verification": True,
     "kv_transfer.mode": "pull",
 }
 """Another value of each field of the decode pool and of the deployment."""
@@ -113,6 +115,8 @@ def changed(field: str, to: Any, *, pool: bool) -> Deployment:
     holder = data["pools"][0 if entry else 1] if pool else data
     if field == "eplb.enabled":
         data["eplb"] = {}
+    if field == "speculation.enable_adaptive_verification":
+        data |= {"model": "deepseek-v4.1-flash", "speculation": {"draft_tokens": 3}}
     *path, last = field.split(".")
     for key in path:
         holder = holder.setdefault(key, {})

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from remote_kv import Elsewhere
-from virtual_scheduler import Ask, EngineSide, SimulatorSide, Step, Stream
+from virtual_scheduler import Ask, EngineSide, SimulatorSide, Stream
 from vllm.v1.request import RequestStatus
 
 from rackplan.simulator.host_tier import HostTier
 from rackplan.simulator.prefix_cache import SessionCache
 from rackplan.simulator.request import Request
-from rackplan.simulator.scheduler import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,23 +51,13 @@ class HostSimulatorSide(SimulatorSide):
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)
         host = self.ranks.queues[0].host = HostTier(SessionCache(), 10**9, token_bytes=1.0, bytes_per_ns=1.0)
-        self._host_steps: dict[str, int] = {}
-        self._due: dict[int, list[Sequence]] = {}
         for ask in stream.asks:
-            assert isinstance(ask, HostAsk)
-            self._host_steps[ask.name] = ask.host_steps
             if ask.reuse_tokens:
                 host.store(Request(-1, 0, ask.reuse_tokens + 1, 1, session=ask.session), ask.reuse_tokens)
 
-    def step(self, number: int) -> Step:
-        for seq in self._due.pop(number, []):
-            seq.ready_ns = number
-            self.ranks.add_loaded(seq)
-        step = super().step(number)
-        for seq in self.ranks.host_loads:
-            self._due.setdefault(number + self._host_steps[self._names[seq]] + 1, []).append(seq)
-        self.ranks.host_loads.clear()
-        return step
+    def _steps_to_load(self, ask: Ask) -> int:
+        assert isinstance(ask, HostAsk)
+        return ask.host_steps
 
 
 def sides(stream: Stream, model: Path) -> tuple[HostEngineSide, HostSimulatorSide]:

@@ -188,5 +188,25 @@ def remote(rng: random.Random) -> Stream:
 
 
 def remote_seats(rng: random.Random) -> Stream:
-    """The same with seats and a token budget for a few."""
-    return replace(remote(rng), max_num_batched_tokens=rng.choice([64, 512]), max_num_seqs=rng.choice([2, 4, 16]))
+    """The same with seats and a token budget for a few, so that loads wait for a seat before they begin."""
+    return replace(
+        remote(rng),
+        max_num_batched_tokens=rng.choice([64, 512]),
+        max_num_seqs=rng.choice([2, 4, 16]),
+        long_prefill_token_threshold=rng.choice([0, 0, 20]),
+    )
+
+
+def remote_tight(rng: random.Random) -> Stream:
+    """The same with KV for a few, by the token, and prompts held for their step: loads leave prompts in prefill what
+    they need, and what was loaded is preempted and computed here."""
+    stream = remote_seats(rng)
+    asks = tuple(replace(a, answer=a.answer * 3) for a in stream.asks)
+    largest = max(len(a.prompt) + len(a.answer) for a in asks)
+    return replace(
+        stream,
+        asks=asks,
+        kv_tokens=largest + rng.randint(0, largest),
+        block_tokens=1,
+        prefill_schedule_interval=rng.choice([1, 1, 3]),
+    )

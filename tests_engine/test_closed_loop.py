@@ -69,6 +69,7 @@ def test_a_profile_identifies_itself_and_did_all_its_loads(profiled):
     assert {r["name"]: r["status"] for r in profile["runs"]} == {
         "dep1_pilot": "done",
         "dep1_load0": "done",
+        "dep1_burst": "done",
         "dep1_load1": "done",
         "decode_1": "done",
         "decode_8": "done",

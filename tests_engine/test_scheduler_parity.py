@@ -21,9 +21,11 @@ SAME = {
     "turns": "tokens hit",
     "same_prefix": "tokens hit",
     "remote": "decodes of loaded prompts",
+    "remote_seats": "loaded prompts that waited",
+    "remote_tight": "preemptions",
 }
 """Kinds of streams on which every step is the same, and what of each must have happened."""
-DIFFERENT = ("tight_blocks", "tight_turns", "remote_seats", "interval_of_one_token")
+DIFFERENT = ("tight_blocks", "tight_turns", "interval_of_one_token")
 TRIED = 100
 
 
@@ -35,7 +37,11 @@ def happened(stream, steps):
     """What a stream of steps contains, counted."""
     asks = {ask.name: ask for ask in stream.asks}
     chunks, left, found = Counter(), {}, Counter()
+    loaded_at = {a.name: a.arrival + a.load_steps for a in stream.asks if a.load_steps is not None}
     for step in steps:
+        begun = {name: at for name, at in loaded_at.items() if name in step.scheduled}
+        found["loaded prompts that waited"] += sum(step.number > at + 1 for at in begun.values())
+        loaded_at = {name: at for name, at in loaded_at.items() if name not in begun}
         for name in step.preempted:
             left.pop(name, None)
         found["preemptions"] += len(step.preempted)

@@ -255,7 +255,7 @@ class SimulatorSide:
         self.arrivals = Arrivals(stream.asks)
         self._ids = count()
         self._names: dict[Sequence, str] = {}
-        self._loading: list[tuple[Ask, Sequence]] = []
+        self._load_steps: dict[Sequence, int] = {}
         self._loaded: dict[int, list[Sequence]] = {}
 
     def step(self, number: int) -> Step:
@@ -265,6 +265,9 @@ class SimulatorSide:
         if batch.step >= batch.roomy_until:
             ranks.preempt_for_growth()
         plans = ranks.plan(number, number + 1)
+        for seq in ranks.begun_loads:
+            self._loaded.setdefault(number + self._load_steps[seq] + 1, []).append(seq)
+        ranks.begun_loads.clear()
         step = Step(number, preempted=sorted(self._names[s] for s, n in before.items() if s.preemptions > n))
         for seq in ranks.queues[0].decoding:
             step.scheduled[self._names[seq]] = 1, False
@@ -282,7 +285,8 @@ class SimulatorSide:
 
     def _arrive(self, number: int) -> None:
         for seq in self._loaded.pop(number, []):
-            self.ranks.add(seq)
+            seq.ready_ns = number
+            self.ranks.end_load(seq)
         for ask in self.arrivals.at(number):
             request = Request(
                 next(self._ids),
@@ -293,16 +297,10 @@ class SimulatorSide:
                 reuse_tokens=ask.reuse_tokens,
                 prefix_session=ask.prefix_session,
             )
-            remote = ask.load_steps is not None
-            seq = Sequence(request, 0, number, request.input_tokens, kv_loaded=remote)
+            seq = Sequence(request, 0, number, request.input_tokens, kv_elsewhere=ask.load_steps is not None)
             self._names[seq] = ask.name
-            if remote:
-                self._loading.append((ask, seq))
-            else:
-                self.ranks.add(seq)
-        batch = self.ranks.batch
-        while self._loading and self._loading[0][1].prompt_tokens <= batch.room(0, batch.step + 1):
-            ask, seq = self._loading.pop(0)
-            batch.hold(0, seq.prompt_tokens)
-            seq.ready_ns = number + (ask.load_steps or 0) + 1
-            self._loaded.setdefault(seq.ready_ns, []).append(seq)
+            self._load_steps[seq] = self._steps_to_load(ask)
+            self.ranks.add(seq)
+
+    def _steps_to_load(self, ask: Ask) -> int:
+        return ask.load_steps or 0

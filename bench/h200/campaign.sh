@@ -46,6 +46,17 @@ profile1)
     # One GPU each, side by side: what a profile takes of one rank, and the slice.
     limit 570 "${RACKPLAN[@]}" profile deepseek-v2-lite --checkpoint /tmp/models/dsv2lite --out "$R/profile" --gpus 1 --budget "${BUDGET:-6m}" &
     CUDA_VISIBLE_DEVICES=$((GPUS - 1)) forward 560 v3_L4 1 & wait ;;
+repeat)
+    # One rank alone on the machine: rates in turns, so that drift is told from load; then another token budget. Exact
+    # batches that profile_dep1 has are not timed again.
+    known="$HERE/../../calibration/data/h200_dsv2lite/profile_dep1/forward_dep1.csv"
+    for tokens in 8192 2048; do
+        mkdir -p "$R/repeat_$tokens"; [ -e "$R/repeat_$tokens/forward_dep1.csv" ] || cp "$known" "$R/repeat_$tokens/"; known="$R/repeat_$tokens/forward_dep1.csv"
+        repeats=$([ $tokens = 8192 ] && echo 4 || echo 1)
+        limit 900 "${RACKPLAN[@]}" profile deepseek-v2-lite --checkpoint /tmp/models/dsv2lite --out "$R/repeat_$tokens" --repeats $repeats \
+            --max-num-batched-tokens $tokens --budget "${BUDGET:-13m}"
+        pack
+    done ;;
 profile)
     limit 900 "${RACKPLAN[@]}" profile deepseek-v2-lite --checkpoint /tmp/models/dsv2lite --out "$R/profile" --gpus "$GPUS" --budget "${BUDGET:-10m}" ;;
 skew)

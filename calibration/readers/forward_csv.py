@@ -34,11 +34,18 @@ def _row(record: Mapping[str, Any], where: str) -> Row:
     if record["phase"] not in PHASES:
         raise InputError(f"{where}: phase={str(record['phase'])[:40]!r}: one of {', '.join(PHASES)}")
     dep, new = parse.whole(record, "ranks", where, 1), parse.whole(record, "new_tokens", where)
+    decodes = parse.whole(record, "decode_batch", where)
+    chunks = parse.whole(record, "requests_per_rank", where) - decodes
+    if chunks < 0 or (chunks > 0) != (new > 0):
+        raise InputError(
+            f"{where}: requests_per_rank={chunks + decodes}, of which decode_batch={decodes}, with new_tokens={new}: "
+            "the rest are chunks of so many new tokens; correct the row"
+        )
     batch = Batch(
-        chunks=1 if new else 0,
+        chunks=chunks,
         new_tokens=new,
         cached_tokens=parse.whole(record, "context_tokens", where),
-        decodes=parse.whole(record, "decode_batch", where),
+        decodes=decodes,
         context_tokens=parse.whole(record, "decode_kv_len", where),
     )
     row = Row(

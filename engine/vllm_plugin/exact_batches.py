@@ -2,10 +2,10 @@
 
 python -m rackplan.engine.vllm_plugin.exact_batches --model FOLDER --case NAME=[N*]Q[@K][,...] ... --out CSV [--ranks R]
 
-Each case is a batch on every rank: one chunk of Q new tokens whose KV length, with them, is K (Q without @K), and N
-decodes of one token at KV length K: `mix=256,16*1@512` is a prompt of 256 tokens beside 16 decodes. The command
-starts an engine (random weights where the folder holds none, eager mode; several ranks are data and expert parallel,
-in lockstep), runs the cases and appends a row as each is done; cases that the CSV already has are left out. The time
+Each case is a batch on every rank: N chunks of Q new tokens whose KV length, with them, is K (one without N*, Q without
+@K), and N decodes of one token at KV length K: `mix=256,16*1@512` is a prompt of 256 tokens beside 16 decodes. The
+command starts an engine (random weights where the folder holds none, eager mode; several ranks are data and expert
+parallel, in lockstep), runs the cases and appends a row as each is done; cases that the CSV has are left out. The time
 is the wall time of execute_model and sampling, the maximum over ranks, of `samples` x `iters` runs after two that are
 not counted; spread_pct is the range of the samples' medians in percent of the median, as `vllm bench forward` has it.
 """
@@ -29,9 +29,9 @@ WARM_UP = 2
 
 
 def parse_case(text: str) -> ForwardCase:
-    """NAME=[N*]Q[@K][,...]. Raises InputError on anything but one chunk, equal decodes, or both."""
+    """NAME=[N*]Q[@K][,...]. Raises InputError on anything but equal chunks, equal decodes, or both."""
     name, _, batch = text.partition("=")
-    chunk, decodes = (0, 0), (0, 0)
+    chunks, decodes = (1, 0, 0), (0, 0)
     for part in batch.split(","):
         count, _, lengths = part.rpartition("*")
         new, _, kv = lengths.partition("@")
@@ -41,12 +41,17 @@ def parse_case(text: str) -> ForwardCase:
         n, q, k = map(int, numbers)
         if q == 1 and k > 1 and not decodes[0]:
             decodes = n, k
-        elif n == 1 and not chunk[0]:
-            chunk = q, k - q
+        elif not chunks[1] and (n == 1 or q > 1):
+            chunks = n, q, k - q
         else:
-            raise InputError(f"--case {text}: {part} is a second chunk or a second kind of decode; one of each a case")
+            raise InputError(f"--case {text}: {part} is a second kind of chunk or of decode; one of each a case")
     return ForwardCase(
-        own_name=name, new_tokens=chunk[0], context_tokens=chunk[1], decode_batch=decodes[0], decode_kv_len=decodes[1]
+        own_name=name,
+        chunks=chunks[0],
+        new_tokens=chunks[1],
+        context_tokens=chunks[2],
+        decode_batch=decodes[0],
+        decode_kv_len=decodes[1],
     )
 
 

@@ -56,7 +56,14 @@ CONFIG = {
     "max_cudagraph_capture_size": "compilation_config.max_cudagraph_capture_size",
 }
 """Name in the log, and where vLLM's own configuration has it."""
-SPECULATIVE = ("method", "num_speculative_tokens", "model", "rejection_sample_method", "synthetic_acceptance_length")
+SPECULATIVE = (
+    "method",
+    "num_speculative_tokens",
+    "model",
+    "rejection_sample_method",
+    "synthetic_acceptance_length",
+    "enable_adaptive_verification",
+)
 
 
 def running_config(vllm_config: Any, scheduler_cls: str, max_new_kv_loads: int | None) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""Loads of KV into one instance: which step of its scheduler each hand-over begins with.
+
+A load takes KV and no tokens, so one that the scheduler will begin for certain changes nothing of a run of steps under
+way: it begins at the boundary at which the scheduler sees it, and the run goes on. All others are queued, and end the
+run there.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from rackplan.simulator.ranks import Ranks
+from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.step_run import OneStep, StepRun
+
+
+class KvLoads:
+    """`start(seq, step_ns, planned_ns)`: a hand-over begins with the step that begins and was planned then; `in_runs`:
+    that changes nothing of the instance's steps. Both are set by who hands over. `unseen`: hand-overs that came during
+    a single step."""
+
+    __slots__ = ("in_runs", "start", "unseen")
+
+    def __init__(self) -> None:
+        self.start: Callable[[Sequence, int, int], None]
+        self.in_runs = False
+        self.unseen: deque[Sequence] = deque()
+
+    def take(self, seq: Sequence, ranks: Ranks, run: OneStep | StepRun, now_ns: int, *, may_be_cut: bool) -> bool:
+        """Take in a hand-over that has come while `run` is under way. False if it is still to be queued. `may_be_cut`:
+        the run may end with the step under way, whatever is planned."""
+        if isinstance(run, OneStep):
+            self.unseen.append(seq)
+            return True
+        planned = run.steps_planned(seq.ready_ns)
+        if planned >= run.steps or (may_be_cut and planned > run.steps_done(now_ns) + 1):
+            return False
+        if not ranks.can_load_beside(seq, run.steps):
+            return False
+        ranks.hold_load(seq)
+        self.start(seq, *run.begin_of(planned))
+        return True
+
+    def queue_seen(self, ranks: Ranks, visible_before_ns: int) -> None:
+        """Queue the hand-overs that the scheduler sees by now."""
+        unseen = self.unseen
+        while unseen and unseen[0].ready_ns < visible_before_ns:
+            ranks.add(unseen.popleft())
+
+    def take_unseen(self, ranks: Ranks, run: OneStep | StepRun, now_ns: int, *, may_be_cut: bool) -> None:
+        """`run` begins, of which one step at least was planned before these came."""
+        if isinstance(run, OneStep):
+            return
+        for seq in self.unseen:
+            if not self.take(seq, ranks, run, now_ns, may_be_cut=may_be_cut):
+                ranks.add(seq)
+                run.end_before_next_begin(seq.ready_ns)
+        self.unseen.clear()
