@@ -11,9 +11,10 @@ simulating as many requests of the same lengths and arrivals, on as many instanc
 """
 
 import argparse
-import gc
+import cProfile
 import json
 import os
+import pstats
 import random
 import resource
 import subprocess
@@ -22,50 +23,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from cProfile import Profile  # what only --profile needs is imported there: a measured run pays its imports
+from cases import CASES, Case, simulate_case
 
 MIB = 1024
 """ru_maxrss counts KiB on Linux."""
 BLOCK_TOKENS = 512
 PEER_MODEL = "Qwen/Qwen3-30B-A3B"
 """A model whose configuration the peer ships; the times of its steps do not matter here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """`requests` of `input_tokens` / `output_tokens` at `rate_req_s`, on one instance or on one of each role; or, where
-    `prefill` and `decode` give (instances, DEP), AgentX with `concurrency` sessions for a simulated hour."""
-
-    disaggregated: bool = False
-    requests: int = 10_000
-    input_tokens: int = 512
-    output_tokens: int = 128
-    rate_req_s: float = 20.0
-    concurrency: int = 0
-    prefill: tuple[int, int] = (1, 1)
-    decode: tuple[int, int] = (1, 1)
-
-
-AGENTX_S = 3600.0
-CASES = {
-    "aggregated 10k x 512/128 at 20/s": Case(),
-    "aggregated 10k x 2048/256 at 6/s": Case(input_tokens=2048, output_tokens=256, rate_req_s=6.0),
-    "P/D 10k x 512/128 at 20/s": Case(disaggregated=True),
-    "P/D 10k x 2048/256 at 6/s": Case(disaggregated=True, input_tokens=2048, output_tokens=256, rate_req_s=6.0),
-    "aggregated 100k x 512/128 at 20/s": Case(requests=100_000),
-    "aggregated 1M x 512/128 at 20/s": Case(requests=1_000_000),
-    "AgentX hour, 1P1D DEP32, 3072 sessions": Case(concurrency=3072, prefill=(1, 32), decode=(1, 32)),
-    "AgentX hour, 8P1D DEP32, 3072 sessions": Case(concurrency=3072, prefill=(8, 32), decode=(1, 32)),
-    "AgentX hour, 5 x DEP8 + DEP32, 4800 sessions": Case(concurrency=4800, prefill=(5, 8), decode=(1, 32)),
-    "AgentX hour, 10 x DEP4 + DEP32, 4800 sessions": Case(concurrency=4800, prefill=(10, 4), decode=(1, 32)),
-    "AgentX hour, 20 x DEP2 + DEP32, 4800 sessions": Case(concurrency=4800, prefill=(20, 2), decode=(1, 32)),
-}
 
 
 def write_requests(case: Case, requests: int, path: Path) -> None:
@@ -79,33 +46,8 @@ def write_requests(case: Case, requests: int, path: Path) -> None:
             file.write(json.dumps({**row, "output_length": case.output_tokens, "hash_ids": hashes}) + "\n")
 
 
-# -- this simulator --------------------------------------------------------------------------------------------------
-def simulate_case(name: str, path: str, agentx_s: float = AGENTX_S, profile: "Profile | None" = None) -> None:
-    """Simulate a case in this process and print how many requests ended. `profile`: of the simulation alone."""
-    from rackplan.calibration.library import default_calibration, load_calibration
-    from rackplan.engine import parse_deployment
-    from rackplan.simulator.metrics import metrics_of
-    from rackplan.simulator.request import Load
-    from rackplan.simulator.simulate import RunOptions, simulate
-    from rackplan.simulator.workloads import parse_workload
-
-    case = CASES[name]
-    agentx = case.concurrency > 0
-    deployment = parse_deployment(_rack(case) if agentx else _small(case))
-    workload = parse_workload("agentx" if agentx else path)
-    load = Load(concurrency=case.concurrency or None)
-    options = RunOptions(duration_s=agentx_s if agentx else 1e9, drain=not agentx)
-    calibration = load_calibration(default_calibration(deployment.model, deployment.gpu))
-    with profile or nullcontext():
-        result = simulate(deployment, workload, load, calibration, options)
-    print(metrics_of(result)["requests"]["finished"])
-
-
 def profile_case(name: str) -> None:
     """Share of time by function, with the built-in functions that it calls itself; AgentX runs for 300 s."""
-    import cProfile
-    import pstats
-
     profile = cProfile.Profile()
     with tempfile.TemporaryDirectory() as folder:
         requests = Path(folder) / "requests.jsonl"
@@ -119,21 +61,6 @@ def profile_case(name: str) -> None:
             own[f"{Path(by_file).parent.name}/{Path(by_file).name} {by}"] += part
     for function, seconds in own.most_common(30):
         print(f"| {function} | {100 * seconds / own.total():.1f} % |")
-
-
-def _small(case: Case) -> dict[str, Any]:
-    roles = ("prefill", "decode") if case.disaggregated else ("aggregated",)
-    pools = [{"role": role, "instances": 1, "dep": 1, "max_num_seqs": 512} for role in roles]
-    return {"model": "deepseek-v2-lite", "gpu": "h200", "pools": pools}
-
-
-def _rack(case: Case) -> dict[str, Any]:
-    sizes = {"prefill": case.prefill, "decode": case.decode}
-    pools: list[dict[str, Any]] = [{"role": r, "instances": n, "dep": dep} for r, (n, dep) in sizes.items()]
-    pools[0] |= {"max_num_batched_tokens": 32768}
-    pools[1] |= {"max_num_batched_tokens": 1024, "max_num_seqs": 128, "max_new_kv_loads_per_step": 4}
-    eplb, drafts = {"enabled": True, "redundant_experts": 64}, {"draft_tokens": 4}
-    return {"model": "deepseek-v4.1-flash", "gpu": "gb300", "pools": pools, "eplb": eplb, "speculation": drafts}
 
 
 # -- peers -----------------------------------------------------------------------------------------------------------
@@ -226,7 +153,7 @@ def run_case(name: str, case: Case, peers: Path | None, folder: Path) -> None:
     print(f"\n{name}\n\n| | CPU s | net CPU s | wall s | peak MiB | requests/CPU s | rackplan / it |")
     print("|---|---|---|---|---|---|---|", flush=True)
     many, one = folder / "requests.jsonl", folder / "one.jsonl"
-    command = [sys.executable, str(Path(__file__).resolve()), "--simulate", name]
+    command = [sys.executable, str(Path(__file__).resolve().parent / "cases.py"), name]
     if case.concurrency:
         cost = measure([*command, "-"], folder)
         show("rackplan", int(cost.output) if cost else 0, cost, None, None)
@@ -251,12 +178,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, metavar="FOLDER")
     parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--profile", metavar="CASE")
-    parser.add_argument("--simulate", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.simulate:
-        simulate_case(*given.simulate)
-        gc.freeze()  # as the command line does before it ends
-        return
     if given.profile:
         profile_case(given.profile)
         return

@@ -2,10 +2,14 @@
 
 from functools import lru_cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
 from rackplan.simulator.eplb import replicate
+
+_BELOW_ROUNDING = 2.0**-55
+"""1 less a chance of this is 1."""
 
 
 @lru_cache(maxsize=256)
@@ -30,10 +34,22 @@ def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0)
     return float((1.0 - (1.0 - _choice_shares(experts, top_k, sigma)) ** tokens).sum())
 
 
+class _Replicas(NamedTuple):
+    """Replicas that EPLB gives each expert: `number` (experts,), `most` of one. From `all_from` tokens on each has one,
+    to the last bit."""
+
+    number: np.ndarray
+    most: int
+    all_from: float
+
+
 @lru_cache(maxsize=256)
-def _replicas(experts: int, top_k: int, sigma: float, redundant: int) -> np.ndarray:
-    """Replicas that EPLB gives each expert (experts,)."""
-    return replicate(_choice_shares(experts, top_k, sigma)[None], experts + redundant)[2][0]
+def _replicas(experts: int, top_k: int, sigma: float, redundant: int) -> _Replicas:
+    shares = _choice_shares(experts, top_k, sigma)
+    number = replicate(shares[None], experts + redundant)[2][0]
+    with np.errstate(divide="ignore"):  # an expert that every token chooses
+        until = np.log(_BELOW_ROUNDING) / np.log1p(-shares) * number
+    return _Replicas(number, int(number.max()), float(until.max()))
 
 
 @lru_cache(maxsize=65536)
@@ -42,7 +58,12 @@ def replicas_touched(tokens: float, experts: int, top_k: int, sigma: float, redu
     an equal share of its expert's tokens, and each is read."""
     if not redundant:
         return experts_touched(tokens, experts, top_k, sigma)
-    shares, replicas = _choice_shares(experts, top_k, sigma), _replicas(experts, top_k, sigma, redundant)
+    shares = _choice_shares(experts, top_k, sigma)
+    replicas, most, all_from = _replicas(experts, top_k, sigma, redundant)
+    if tokens >= all_from:
+        return float(experts + redundant)
     served = tokens / replicas
-    touched = np.where(served < 1.0, shares * served, 1.0 - (1.0 - shares) ** served)
-    return float((replicas * touched).sum())
+    touched = 1.0 - (1.0 - shares) ** served
+    if tokens < most:  # some replica serves less than one
+        touched = np.where(served < 1.0, shares * served, touched)
+    return float(np.add.reduce(replicas * touched))

@@ -12,7 +12,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rackplan.calibration.dual_batch import overlapped
 from rackplan.calibration.experts import experts_touched, replicas_touched
 from rackplan.calibration.weight_offload import weight_wait_ms
 from rackplan.engine import Deployment, GpuSpec, ModelSpec, Pool
@@ -151,7 +150,12 @@ class PhysicalCost:
         self._redundant_experts = deployment.redundant_experts(pool)
         self._record_ms = c.eplb_record_ms if deployment.eplb.enabled and self.width > 1 else 0.0
         self.draft_balancedness: Callable[[float], float] | None = None
-        self._shared = lru_cache(maxsize=65536)(overlapped(self._shared_time) if pool.enable_dbo else self._shared_time)
+        shared_ms: Callable[[int, int, int, int, float], SharedTime] = self._shared_time
+        if pool.enable_dbo:
+            from rackplan.calibration.dual_batch import overlapped  # imports all of vLLM's flags
+
+            shared_ms = overlapped(shared_ms)
+        self.shared_ms = lru_cache(maxsize=65536)(shared_ms)
         late = sum(1.0 / i for i in range(1, pool.dep + 1)) - 1.0  # expected extra of the latest of dep ranks
         self._host_fixed_ms = c.host_step_ms + c.host_jitter_ms * late
 
@@ -173,11 +177,6 @@ class PhysicalCost:
         )
 
     # -- all ranks together ---------------------------------------------------------------------------------------
-    def shared_ms(
-        self, widest_tokens: int, total_tokens: int, prefill_tokens: int, prefill_chunks: int, balancedness: float
-    ) -> SharedTime:
-        return self._shared(widest_tokens, total_tokens, prefill_tokens, prefill_chunks, balancedness)
-
     def _shared_time(
         self, widest: int, total: int, prefill_tokens: int, prefill_chunks: int, balancedness: float
     ) -> SharedTime:

@@ -78,14 +78,15 @@ def deployment_phrase(deployment: Mapping[str, Any]) -> str:
 
 def options_phrase(deployment: Mapping[str, Any]) -> str:
     """What holds for all pools: EPLB, drafts, KV transfer, DP sync, router."""
-    eplb = deployment["eplb"]
+    eplb, drafts = deployment["eplb"], deployment["speculation"]
     balancing = (
         f"{eplb['redundant_experts']} redundant experts, window {eplb['window_steps']}, "
         f"every {eplb['interval_steps']} steps"
     )
     parts = (
         f"EPLB {balancing if eplb['enabled'] else 'off'}",
-        f"{deployment['speculation']['draft_tokens']} draft tokens",
+        f"{drafts['draft_tokens']} draft tokens"
+        + (", adaptive verification" if drafts.get("enable_adaptive_verification") else ""),
         f"KV {deployment['kv_transfer']['mode']}",
         f"DP sync {deployment['dp_sync']['algorithm']}",
         f"router {deployment['router']['policy']}",

@@ -51,7 +51,7 @@ class Acceptance:
         self.draft_tokens = draft_tokens
         self.acceptance_length = acceptance_length
         self._rng, self._share_rng = streams["acceptance"], streams["acceptance per request"]
-        self._normal = np.empty(0)
+        self._normal: list[float] = []
         self._spread = spread if draft_tokens else 0.0
         self._mean = mean_probability(draft_tokens, acceptance_length, spread) if self._spread else 0.0
         self._lengths = self._seconds = np.empty(0)
@@ -63,7 +63,9 @@ class Acceptance:
             return 0
         if self.draft_tokens == 0:
             return tokens
-        normal = self._draw(request_id)
+        if request_id >= len(self._normal):
+            self._draw(request_id)
+        normal = self._normal[request_id]
         length, second = self.acceptance_length, self._second
         if self._spread:
             length, second = float(self._lengths[request_id]), float(self._seconds[request_id])
@@ -72,17 +74,17 @@ class Acceptance:
         least = -(-tokens // (self.draft_tokens + 1))
         return min(tokens, max(least, round(mean + sd * normal)))
 
-    def _draw(self, request_id: int) -> float:
+    def _draw(self, request_id: int) -> None:
+        """Have draws for the requests up to `request_id`."""
         while request_id >= len(self._normal):
             count = max(4096, len(self._normal))
-            self._normal = np.concatenate([self._normal, self._rng.standard_normal(count)])
+            self._normal += self._rng.standard_normal(count).tolist()
             if self._spread:
                 p = _beta_quantiles(self._mean, self._spread, self._share_rng.random(count))
                 lengths, seconds = moments(self.draft_tokens, p)
                 self._lengths = np.concatenate([self._lengths, lengths])
                 # Rounding may leave a variance just below 0 where a draft is all but certain.
                 self._seconds = np.concatenate([self._seconds, np.maximum(seconds, lengths**2)])
-        return float(self._normal[request_id])
 
 
 def moments(draft_tokens: int, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -45,7 +45,7 @@ class BlockCache:
     def begin(self, request: Request, cached_tokens: int) -> int:
         if request.hash_ids is None:
             return 0
-        shared = self.held_tokens(request, cached_tokens)
+        shared = self.held_tokens(request, cached_tokens) if cached_tokens else 0
         blocks = list(request.hash_ids[: -(-cached_tokens // request.block_tokens)])
         for block in blocks:
             self._hold(block)

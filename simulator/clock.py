@@ -10,6 +10,8 @@ from simpy.events import NORMAL, URGENT
 
 LAST = NORMAL + 1
 """First of the priorities of what comes after all else at its time, the lowest of them first."""
+NEVER = 2**62
+"""A time, ns, that no run comes to."""
 
 Sleeps = Generator[int | None, None, None]
 """What a process yields: how long it sleeps, ns; None until it is woken."""
@@ -21,6 +23,11 @@ class Clock(simpy.Environment):
 
     now: int = property(attrgetter("_now"))  # type: ignore[assignment]
 
+    @property
+    def next_ns(self) -> int:
+        """When what is in the queue comes next; NEVER if nothing is."""
+        return self._queue[0][0] if self._queue else NEVER  # type: ignore[return-value]
+
     def after(self, delay_ns: int, call: Callable[[Any], None], value: Any, priority: int = NORMAL) -> None:
         """Call `call(value)` when `delay_ns` have passed: a timeout without what SimPy needs of one."""
         heappush(self._queue, (self._now + delay_ns, priority, next(self._eid), call, value))  # type: ignore[misc]
@@ -28,8 +35,12 @@ class Clock(simpy.Environment):
     def step(self) -> None:
         """Make the calls that come next, then process one event."""
         queue: list[Any] = self._queue
-        while queue and len(queue[0]) == 5:
-            self._now, _, _, call, value = heappop(queue)
+        while queue:
+            entry = heappop(queue)
+            if len(entry) != 5:
+                heappush(queue, entry)
+                break
+            self._now, _, _, call, value = entry
             call(value)
         super().step()
 

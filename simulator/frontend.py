@@ -21,12 +21,12 @@ class FrontEnd:
     is never behind by more than one delivery.
     """
 
-    __slots__ = ("_before_ns", "_chunk_ns", "_free_ns", "_ranks", "_run", "_token_ns", "_work_ns", "turn_ns")
+    __slots__ = ("_apart_ns", "_before_ns", "_chunk_ns", "_free_ns", "_run", "_token_ns", "_work_ns", "turn_ns")
 
     def __init__(self, token_ms: float, turn_ms: float, ranks: int, chunk: int) -> None:
         self._token_ns = token_ms * NS_PER_MS / ranks
         self.turn_ns = round(turn_ms * NS_PER_MS)
-        self._ranks = ranks
+        self._apart_ns = self.turn_ns // ranks  # one turn behind another
         self._chunk_ns = max(1, self.work_ns(chunk * ranks))
         self._before_ns = self._work_ns = self._free_ns = 0
         self._run: OneStep | StepRun | None = None
@@ -43,10 +43,14 @@ class FrontEnd:
 
     def turn_done_ns(self, now_ns: int) -> int:
         """How long from now a turn of a request takes that is ready now; it is under way from here on."""
-        begin_ns = max(now_ns, self._free_ns)
+        begin_ns = now_ns if now_ns > self._free_ns else self._free_ns
         if self._run is not None:
             delivered_ns = self._run.last_delivery_ns(now_ns, self._before_ns)
-            chunks = (begin_ns - delivered_ns) // self._chunk_ns + 1
-            begin_ns = max(begin_ns, delivered_ns + min(self._work_ns, chunks * self._chunk_ns))
-        self._free_ns = begin_ns + self.turn_ns // self._ranks
+            worked_ns = self._work_ns
+            if worked_ns > self._chunk_ns:
+                chunks = (begin_ns - delivered_ns) // self._chunk_ns + 1
+                worked_ns = min(worked_ns, chunks * self._chunk_ns)
+            if delivered_ns + worked_ns > begin_ns:
+                begin_ns = delivered_ns + worked_ns
+        self._free_ns = begin_ns + self._apart_ns
         return begin_ns + self.turn_ns - now_ns

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Have it look seldom: a run makes millions of objects, keeps many and makes few circles."""
+    """Have it look seldom: a run makes millions of objects, and so does reading requests, keeps many and makes few
+    circles."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 20, 100)
     try:

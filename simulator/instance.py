@@ -95,8 +95,8 @@ class Instance:
         """Take a request in at the front end, which queues it on its rank when it has had its turns."""
         if self._present is not None:
             self._present[seq] = None
-        if self._frontend:
-            self._turn((seq, TURNS))
+        if self._frontend:  # who called may have more for this instance: no turn after the first is foreseen yet
+            self.env.after(self._frontend.turn_done_ns(self.env.now), self._turn, (seq, TURNS - 1))
         else:
             self.submit(seq)
 
@@ -104,10 +104,18 @@ class Instance:
         seq, turns = waiting
         if self._is_lost(seq):
             return
+        env = self.env
+        now = env.now
         if turns and self._frontend:
-            self.env.after(self._frontend.turn_done_ns(self.env.now), self._turn, (seq, turns - 1))
+            next_ns, at_ns = env.next_ns, now
+            while True:
+                at_ns += self._frontend.turn_done_ns(at_ns)
+                turns -= 1
+                if not turns or at_ns >= next_ns:
+                    break  # else nothing comes before the next turn, which would find all as it is
+            env.after(at_ns - now, self._turn, (seq, turns))
             return
-        seq.ready_ns = self.env.now
+        seq.ready_ns = now
         self.submit(seq)
 
     def release(self, seq: Sequence) -> None:
@@ -293,24 +301,27 @@ class Instance:
         outputs, self.ranks.outputs = self.ranks.outputs, []
         if self._frontend:
             delay_ns += self._frontend.work_ns(max(1, self._batch.running))
-        for seq, ended in outputs:
-            if seq.first_token_ns < 0 and not self._prefills:
-                seq.first_token_ns = self.env.now + delay_ns
-            if ended and delay_ns:
-                self.env.after(delay_ns, self._hand_on, seq)
-            elif ended:
-                self._hand_on(seq)
+        if not self._prefills:
+            for seq, _ in outputs:
+                if seq.first_token_ns < 0:
+                    seq.first_token_ns = self.env.now + delay_ns
+        if ends := [seq for seq, has_ended in outputs if has_ended]:
+            if delay_ns:
+                self.env.after(delay_ns, self._hand_on, ends)
+            else:
+                self._hand_on(ends)
 
-    def _hand_on(self, seq: Sequence) -> None:
-        if self._present is not None:
-            if seq not in self._present:
-                return
-            del self._present[seq]
-        if self._prefills:
-            seq.prefill_done_ns = self.env.now
-            self.on_prefilled(seq, self)  # its KV stays held until `release`
-        else:
-            self.on_finished(seq, self)
+    def _hand_on(self, ends: list[Sequence]) -> None:
+        for seq in ends:
+            if self._present is not None:
+                if seq not in self._present:
+                    continue
+                del self._present[seq]
+            if self._prefills:
+                seq.prefill_done_ns = self.env.now
+                self.on_prefilled(seq, self)  # its KV stays held until `release`
+            else:
+                self.on_finished(seq, self)
 
     def _begin_loads(self, planned_ns: int) -> None:
         for seq in self.ranks.begun_loads:

@@ -1,5 +1,7 @@
 """Launches that spread: of each step with prompts one draw, from its instance's own random stream."""
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from math import erf, sqrt
 
 import numpy as np
@@ -21,16 +23,31 @@ class DrawnLaunches:
         self.attention_ms, self.shared_ms, self.host_ms = cost.attention_ms, cost.shared_ms, cost.host_ms
         self.admission_ms, self.dp_sync_ms = cost.admission_ms, cost.dp_sync_ms
         self._mean_ms = cost.launch_floor_ms
-        self._shares = np.linspace(0.0, 1.0, len(cost.launch_quantiles))
-        self._rng = rng
+        self._shares: list[float] = np.linspace(0.0, 1.0, len(cost.launch_quantiles)).tolist()
+        self._normals = _normals(rng)
         self._news = sqrt(1.0 - cost.launch_correlation**2)
-        self._slowness = float(rng.standard_normal())
+        self._slowness = next(self._normals)
 
     def launch_floor_ms(self, widest_tokens: int, prefill_ranks: int) -> float:
         mean_ms = self._mean_ms(widest_tokens, prefill_ranks)
         if not (prefill_ranks and mean_ms):
             return mean_ms
-        self._slowness = self.launch_correlation * self._slowness + self._news * float(self._rng.standard_normal())
+        self._slowness = self.launch_correlation * self._slowness + self._news * next(self._normals)
         share = (1.0 + erf(self._slowness / sqrt(2.0))) / 2.0
         latest = share ** (1.0 / prefill_ranks)  # the largest of so many draws from 0 to 1
-        return mean_ms * float(np.interp(latest, self._shares, self.launch_quantiles))
+        return mean_ms * self._quantile(latest)
+
+    def _quantile(self, share: float) -> float:
+        """The quantile at `share`, 0 to 1, straight between those that are given: np.interp of one number."""
+        shares, quantiles = self._shares, self.launch_quantiles
+        i = bisect_right(shares, share) - 1
+        if i + 1 == len(shares):
+            return quantiles[i]
+        slope = (quantiles[i + 1] - quantiles[i]) / (shares[i + 1] - shares[i])
+        return slope * (share - shares[i]) + quantiles[i]
+
+
+def _normals(rng: np.random.Generator) -> Iterator[float]:
+    """What `rng.standard_normal()` gives, drawn many at a time."""
+    while True:
+        yield from rng.standard_normal(256).tolist()

@@ -4,11 +4,11 @@ vLLM hashes a block with all before it, so blocks form a tree, and those that no
 the order in which they were last freed, a request's deepest first. A stretch is a run of blocks that were freed
 together and have one way on: it stands for them at a cost that does not grow with the context. Blocks are there from
 the step that computes them on, so a request hits what another one, still running, has computed; what both hold takes
-KV once.
+KV once. Blocks to which no session's chain leads any more can never be hit: they only wait to be evicted, and such
+stretches become one where they are neighbours in that order. So there are as many as sessions, however many turns.
 """
 
-from collections import OrderedDict
-from typing import Protocol
+from typing import Any, Protocol
 
 from rackplan.simulator.request import Request
 
@@ -51,21 +51,32 @@ class PrefixCache(Protocol):
 class _Stretch:
     """Blocks of the tokens [start, end) of a chain, behind those of `parent`.
 
-    `refs`: running requests that hold them; `children`: stretches that begin at `end`; `is_open`: its request runs and
-    computes more; `into`: where its chains go on once it is no stretch of its own any more.
+    `refs`: running requests that hold them; `children`: stretches that begin at `end`; `sessions`: those whose chains
+    end here; `is_open`: its request runs and computes more; `into`: where its chains go on once it is no stretch of its
+    own any more. `older`, `newer`: its neighbours in the order of eviction, while no request holds it.
     """
 
-    __slots__ = ("children", "end", "into", "is_open", "parent", "refs", "start")
+    __slots__ = ("children", "end", "into", "is_open", "newer", "older", "parent", "refs", "sessions", "start")
 
     def __init__(self, parent: "_Stretch | None", start: int, end: int, refs: int) -> None:
         self.parent, self.start, self.end, self.refs = parent, start, end, refs
-        self.children = 0
+        self.children = self.sessions = 0
         self.is_open = False
         self.into: _Stretch | None = None
+        self.older: Any = None
+        self.newer: Any = None
 
-    @property
-    def tokens(self) -> int:
-        return self.end - self.start
+    def put_before(self, newer: "_Stretch") -> None:
+        """Stand before `newer` in the order of eviction."""
+        older = newer.older
+        self.older, self.newer = older, newer
+        older.newer = newer.older = self
+
+    def take_out(self) -> None:
+        """Leave the order of eviction."""
+        older, newer = self.older, self.newer
+        older.newer, newer.older = newer, older
+        self.older = self.newer = None  # else what is gone would keep alive what went before
 
 
 _UNTIL_ITS_END = 2**62
@@ -79,10 +90,11 @@ class SessionCache:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._root = _Stretch(None, 0, 0, refs=1)
+        # The order of eviction is a ring: the root's `newer` is next to go, and what is freed stands before the root.
+        self._root = root = _Stretch(None, 0, 0, refs=1)
+        root.older = root.newer = root
         self._chains: dict[int, tuple[_Stretch, int]] = {}  # the deepest stretch of a session, and its tokens
         self._own: dict[Request, _Stretch] = {}  # what a running request computes
-        self._free: OrderedDict[_Stretch, None] = OrderedDict()
 
     def match(self, request: Request) -> int:
         return self._find(request)[1]
@@ -100,7 +112,7 @@ class SessionCache:
         own.is_open = True
         node.children += 1
         self._hold(node)
-        self._chains[request.session] = own, _UNTIL_ITS_END
+        self._lead(request.session, own, _UNTIL_ITS_END)
         self._restore(request, own)
         return shared
 
@@ -115,20 +127,21 @@ class SessionCache:
             return 0
         own.end = max(own.start, tokens // BLOCK_TOKENS * BLOCK_TOKENS)
         own.is_open = False
-        self._chains[request.session] = own, own.end
+        self._lead(request.session, own, own.end)
         return self._release(own)
 
     def evict_to(self, tokens: int) -> None:
         tokens = max(0, tokens)
         while self.tokens > tokens:
-            node = next(iter(self._free))  # without children: they were freed before it
+            node: _Stretch = self._root.newer  # without children: they were freed before it
             blocks = -((tokens - self.tokens) // BLOCK_TOKENS)
-            dropped = min(node.tokens, blocks * BLOCK_TOKENS)
+            dropped = min(node.end - node.start, blocks * BLOCK_TOKENS)
             self.tokens -= dropped
             node.end -= dropped
-            if not node.tokens:
-                del self._free[node]
-                self._remove(node)
+            if node.end == node.start:
+                node.take_out()
+                if node.parent is not None:
+                    self._remove(node, node.parent)
 
     def _find(self, request: Request) -> tuple[_Stretch, int]:
         """(stretch in whose chain they are, leading tokens of `request` that are there)."""
@@ -162,22 +175,54 @@ class SessionCache:
         upper.children = 1
         node.parent, node.start = upper, at
         if not upper.refs:
-            self._free[upper] = None  # held at once
+            upper.put_before(self._root)  # held at once
         return upper
+
+    def _lead(self, session: int, node: _Stretch, tokens: int) -> None:
+        """The chain of `session` is from now on the first `tokens` of that which ends with `node`."""
+        before = self._chains.get(session)
+        self._chains[session] = node, tokens
+        if before is None or before[0] is not node:
+            node.sessions += 1
+            if before is not None:
+                self._unlead(before[0])
+
+    def _unlead(self, node: _Stretch) -> None:
+        """A session's chain ends with `node` no more. What no chain leads to is cut off from the tree."""
+        while node.into is not None:
+            node = node.into
+        node.sessions -= 1
+        while not (node.sessions or node.children or node.refs):
+            parent = node.parent
+            assert parent is not None
+            parent.children -= 1
+            node.parent = None
+            self._join_neighbours(node)
+            node = parent
+
+    def _join_neighbours(self, node: _Stretch) -> None:
+        """Of stretches that are cut off one after the other is evicted: they may be one."""
+        for other in (node.older, node.newer):
+            if other.parent is None and other is not self._root:
+                other.end += node.end - node.start
+                node.take_out()
+                node = other
 
     def _restore(self, request: Request, own: _Stretch) -> None:
         """Where the chain that `request` begins like has lost some of that, `request` computes it for both."""
         like = request.prefix_session
+        if like < 0:
+            return
         runs = self._chains.get(like, (own, 0))[1] == _UNTIL_ITS_END
-        if like >= 0 and not runs and self._chain(like)[1] < request.reuse_tokens:
-            self._chains[like] = own, request.reuse_tokens
+        if not runs and self._chain(like)[1] < request.reuse_tokens:
+            self._lead(like, own, request.reuse_tokens)
 
     def _hold(self, node: _Stretch) -> None:
         """A request more holds `node` and all before it."""
         while node.parent is not None:
             if not node.refs:
-                del self._free[node]
-                self.tokens -= node.tokens
+                node.take_out()
+                self.tokens -= node.end - node.start
             node.refs += 1
             node = node.parent
 
@@ -185,27 +230,28 @@ class SessionCache:
         """A request less holds `node` and all before it; the tokens that others still hold. What is free from now on
         and has one way on becomes one stretch."""
         held, below = 0, None
-        while node.parent is not None:
+        while (parent := node.parent) is not None:
             node.refs -= 1
             if node.refs:
                 held = max(held, node.end)
-            elif not node.tokens:
-                self._remove(node)
+            elif node.end == node.start:
+                self._remove(node, parent)
             else:
-                self.tokens += node.tokens
+                self.tokens += node.end - node.start
                 if below is not None and node.children == 1:
-                    below.start, below.parent, node.into = node.start, node.parent, below
+                    below.start, below.parent, node.into = node.start, parent, below
+                    below.sessions += node.sessions
                 else:
-                    self._free[node] = None
+                    node.put_before(self._root)
                     below = node
-            node = node.parent
+            node = parent
         return held
 
     @staticmethod
-    def _remove(node: _Stretch) -> None:
-        assert node.parent is not None
-        node.into = node.parent
-        node.parent.children -= 1
+    def _remove(node: _Stretch, parent: _Stretch) -> None:
+        node.into = parent
+        parent.children -= 1
+        parent.sessions += node.sessions
 
 
 def _held_tokens(node: _Stretch, most: int) -> int:

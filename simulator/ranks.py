@@ -178,7 +178,7 @@ class Ranks:
             batch.held[r] -= seq.prompt_tokens
             batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)
         if rank.cache.tokens:
-            rank.cache.evict_to(int(batch.room(r, batch.step)))
+            self._make_room(r, batch.step)
         if rank.only_decodes:
             self._busy.discard(r)
 
@@ -241,9 +241,8 @@ class Ranks:
             for seq in plan.loads:
                 self.outputs.append((seq, False))
         for seq in batch.pop_ended():
-            cache = self.queues[seq.rank].cache
-            if cache.tokens:  # what grew took its room from the cache, before this end gives any back
-                cache.evict_to(int(batch.room(seq.rank, batch.step - 1)))
+            if self.queues[seq.rank].cache.tokens:  # what grew took its room, before this end gives any back
+                self._make_room(seq.rank, batch.step - 1)
             self._end(seq, round(batch.stop(seq)) - 1)  # the last token's KV is never computed
 
     def _prefilled(self, seq: Sequence) -> None:
@@ -282,4 +281,10 @@ class Ranks:
         cache, batch = self.queues[seq.rank].cache, self.batch
         batch.held[seq.rank] += cache.end(seq.request, tokens)
         if cache.tokens:
-            cache.evict_to(int(batch.room(seq.rank, batch.step)))
+            self._make_room(seq.rank, batch.step)
+
+    def _make_room(self, r: int, step: int) -> None:
+        """The prefix cache of rank `r` gives way to what its requests need in the step that follows `step` steps."""
+        cache, room = self.queues[r].cache, self.batch.room(r, step)
+        if cache.tokens > room:
+            cache.evict_to(int(room))

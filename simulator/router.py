@@ -78,9 +78,12 @@ class PrefixAffinity:
     """
 
     def choose(self, request: Request, loads: RankLoads) -> int:
-        least = int(loads.tokens.argmin())
-        home = loads.home.get(request.session, loads.home.get(request.prefix_session))
-        if home is None or loads.tokens[home] - loads.tokens[least] > 2 * request.reuse_tokens:
+        tokens = loads.tokens
+        least = int(tokens.argmin())
+        home = loads.home.get(request.session)
+        if home is None:
+            home = loads.home.get(request.prefix_session)
+        if home is None or tokens.item(home) - tokens.item(least) > 2 * request.reuse_tokens:
             return least
         return home
 

@@ -95,13 +95,13 @@ def overlap_one_ms(
 ) -> tuple[Any, Any, Any]:
     """(wall, lead, next lead) of one step, numbers, as in `overlap_ms`. `after_ms`: work of the host once the step is
     launched, while the GPU runs it; where it is longer the next lead is negative: the GPU waits."""
-    wall = max(0.0, host_ms - lead_ms) + gpu_ms
+    wall = host_ms - lead_ms + gpu_ms if host_ms > lead_ms else gpu_ms
+    if wall < floor_ms - lead_ms:
+        wall = floor_ms - lead_ms
     if after_ms:
-        wall = max(wall, floor_ms - lead_ms)
         return wall, lead_ms, lead_ms + wall - max(floor_ms + after_ms, host_ms + after_ms, lead_ms)
     if floor_ms <= host_ms:
         return wall, lead_ms, gpu_ms
-    wall = max(wall, floor_ms - lead_ms)
     return wall, lead_ms, lead_ms + wall - max(floor_ms, lead_ms)
 
 
@@ -139,16 +139,18 @@ def time_steps(
         wall = step_wall_ms(gpu, max(floor, after_ms), host, sync_ms, 0.0, async_scheduling)
         none = 0.0 if one else np.zeros(steps)
         return StepTimes(wall, wall - sync_ms, none, none, none, none, 0.0, gpu, slowest, mean, shared)
+    work = host + sync_ms
     if one:
-        wall, lead, next_lead = overlap_one_ms(gpu, floor, host + sync_ms, lead_ms, after_ms)
+        wall, lead, next_lead = overlap_one_ms(gpu, floor, work, lead_ms, after_ms)
+        without_sync = overlap_one_ms(gpu, floor, host, lead_ms)[0] if sync_ms else wall
     else:
-        wall, lead, next_lead = overlap_ms(gpu, floor, host + sync_ms, lead_ms)
-    longest: Any = max if one else np.maximum
-    without_sync = longest(longest(0.0, host - lead) + gpu, floor - lead)
-    seen, next_seen, launch = lead, next_lead, max(floor, host + sync_ms) + after_ms
+        wall, lead, next_lead = overlap_ms(gpu, floor, work, lead_ms)
+        without_sync = np.maximum(np.maximum(0.0, host - lead) + gpu, floor - lead) if sync_ms else wall
     if own_worker:
-        seen, next_seen, launch = seen_ms if one else np.concatenate([[seen_ms], wall[:-1]]), wall, 0.0
-    return StepTimes(wall, without_sync, lead, next_lead, seen, next_seen, launch, gpu, slowest, mean, shared)
+        seen: Any = seen_ms if one else np.concatenate([[seen_ms], wall[:-1]])
+        return StepTimes(wall, without_sync, lead, next_lead, seen, wall, 0.0, gpu, slowest, mean, shared)
+    launch = max(floor, work) + after_ms
+    return StepTimes(wall, without_sync, lead, next_lead, lead, next_lead, launch, gpu, slowest, mean, shared)
 
 
 def _of_numbers(cost: PoolCost) -> Callable[..., Any]:
@@ -159,6 +161,10 @@ def _of_numbers(cost: PoolCost) -> Callable[..., Any]:
 def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tuple[float, float]:
     """(slowest rank's, mean over ranks) attention time of one step, ms."""
     n, attention_ms = len(batch.requests), _of_numbers(cost)
+    if n == 1:
+        own = load.prefills.get(0, NO_PREFILL)
+        ms = attention_ms(*own, batch.requests[0], batch.context(0)) if batch.occupants[0] else 0.0
+        return ms, ms
     if n > FEW_RANKS:
         prefill: Any = np.zeros((3, n)) if load.prefills else NO_PREFILL
         for r, own in load.prefills.items():
@@ -183,6 +189,7 @@ def _attention_of_run(cost: PoolCost, batch: DecodeBatch, steps: int) -> tuple[F
     times = _of_numbers(cost)(*NO_PREFILL, batch.request_vector, context)
     n = times.shape[1]
     if n == 1:
-        return times[:, 0], times[:, 0]
+        own = times[:, 0]
+        return own, own
     # Reductions by their ufuncs: the methods' wrappers cost as much as small arrays do.
     return np.maximum.reduce(times, axis=1), np.add.reduce(times, axis=1) / n

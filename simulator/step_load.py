@@ -20,8 +20,7 @@ NO_PREFILL = Prefill(0.0, 0.0, 0.0)
 
 
 class StepLoad(NamedTuple):
-    """Tokens count drafts. `prefills`: by rank, where there is one; `requests`: of the rank with most; `idle_ranks`:
-    those without a request, which run a dummy batch where an instance has several ranks."""
+    """Tokens count drafts. `prefills`: by rank, where there is one; `requests`: of the rank with most."""
 
     prefills: dict[int, Prefill]
     prefill_tokens: int
@@ -29,7 +28,6 @@ class StepLoad(NamedTuple):
     widest_tokens: int
     total_tokens: int
     requests: int
-    idle_ranks: int
     admission_ms: float
 
 
@@ -37,7 +35,7 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     """The load of the step that `plans` (by rank) and the decoding requests make.
 
     `width`: tokens of a decoding request, 1 + drafts. Admissions on one rank follow one another, ranks admit side by
-    side.
+    side. A rank without a request runs a dummy batch where an instance has several ranks.
     """
     prefills: dict[int, Prefill] = {}
     chunks, prefill_tokens, admission_ms = 0, 0, 0.0
@@ -49,8 +47,10 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
             chunks += len(own_chunks)
             if (tokens := prefill.tokens + batch.requests[r] * width) > widest:
                 widest = tokens
-        if admitted := started + loads:
-            admission_ms = max(admission_ms, sum([cost.admission_ms(s.prompt_tokens) for s in admitted]))
+        if started or loads:
+            own_ms = sum([cost.admission_ms(s.prompt_tokens) for s in started + loads])
+            if own_ms > admission_ms:
+                admission_ms = own_ms
     dummies = batch.idle_ranks if len(batch.occupants) > 1 else 0
     return StepLoad(
         prefills,
@@ -59,7 +59,6 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
         max(int(widest), width) if dummies else int(widest),
         prefill_tokens + (batch.running + dummies) * width,
         max(batch.occupants),
-        batch.idle_ranks,
         admission_ms,
     )
 

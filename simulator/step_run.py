@@ -26,7 +26,7 @@ class OneStep:
     """A single step, which nothing can cut. `end_ns`: when it ends; `delivery_ns`: how long after its end the step
     before hands on its tokens, since this one's launch comes first; `next_lead_ms`, `next_seen_ms`: see StepTimes."""
 
-    __slots__ = ("_times", "_wall_ns", "delivery_ns", "end_ns", "next_lead_ms", "next_seen_ms")
+    __slots__ = ("_delivers_at_ns", "_times", "_wall_ns", "delivery_ns", "end_ns", "next_lead_ms", "next_seen_ms")
     steps = 1
 
     def __init__(self, times: StepTimes, now_ns: int) -> None:
@@ -34,6 +34,7 @@ class OneStep:
         self._wall_ns = max(1, round(wall_ms * NS_PER_MS))
         self.end_ns = now_ns + self._wall_ns
         self.delivery_ns = round((launch_ms - lead_ms) * NS_PER_MS) if launch_ms > lead_ms else 0
+        self._delivers_at_ns = now_ns + self.delivery_ns
 
     @property
     def walls_ns(self) -> list[int]:
@@ -42,7 +43,7 @@ class OneStep:
 
     def last_delivery_ns(self, now_ns: int, before_ns: int) -> int:
         """When tokens were last handed on until now; `before_ns`: when before this step."""
-        at_ns = self.end_ns - self._wall_ns + self.delivery_ns
+        at_ns = self._delivers_at_ns
         return at_ns if at_ns <= now_ns else before_ns
 
     def wall_ns_at(self, now_ns: int) -> int:
@@ -59,12 +60,13 @@ class StepRun:
     """Several steps, until something comes that one of them can see. The scheduler last looks at its queue for a step
     at `begins_ns`."""
 
-    __slots__ = ("_begins_ns", "_ends_ns", "_times", "_walls_ns", "steps")
+    __slots__ = ("_began_ns", "_begins_ns", "_ends_ns", "_times", "_walls_ns", "steps")
 
     def __init__(self, times: StepTimes, now_ns: int) -> None:
         self._times = times
         self._walls_ns = np.maximum(1, np.rint(times.wall_ms * NS_PER_MS)).astype(np.int64)
-        self._ends_ns = now_ns + np.cumsum(self._walls_ns)
+        self._began_ns = now_ns
+        self._ends_ns = now_ns + self._walls_ns.cumsum()
         self._begins_ns = self._ends_ns - self._walls_ns - np.rint(times.seen_ms * NS_PER_MS).astype(np.int64)
         self.steps = len(self._walls_ns)
 
@@ -107,13 +109,14 @@ class StepRun:
     def sums(self) -> StepSums:
         """Of the steps that are left of it."""
         n, t, add = self.steps, self._times, np.add.reduce  # as `sum` does, without its wrapper
+        attention_ms = float(add(t.attention_ms[:n]))
         return StepSums(
             n,
-            float(add(self._walls_ns[:n])),
+            float(self.end_ns - self._began_ns),
             float(add(t.gpu_ms[:n])),
-            float(add((t.wall_ms - t.wall_without_sync_ms)[:n])),
-            float(add(t.attention_ms[:n])),
-            float(add(t.attention_mean_ms[:n])),
+            float(add((t.wall_ms - t.wall_without_sync_ms)[:n])) if t.wall_without_sync_ms is not t.wall_ms else 0.0,
+            attention_ms,
+            float(add(t.attention_mean_ms[:n])) if t.attention_mean_ms is not t.attention_ms else attention_ms,
             t.shared,
         )
 

@@ -7,7 +7,6 @@ row, value and mend. Rows count from 1, a CSV's header included; in a JSON resul
 import csv
 import gzip
 import json
-import math
 import zlib
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ import numpy as np
 from rackplan.engine import InputError
 from rackplan.simulator.agentic_trace import AGENTIC_COLUMNS, read_agentic
 from rackplan.simulator.arrivals import MOONCAKE_BLOCK_TOKENS, Row, TraceWorkload
+from rackplan.simulator.garbage import rare_collections
 from rackplan.simulator.request import NS_PER_MS, NS_PER_S
 from rackplan.simulator.sessions import SessionWorkload
 from rackplan.simulator.trace_values import FORMATS, number_of, tokens_of
@@ -26,7 +26,11 @@ from rackplan.simulator.trace_values import FORMATS, number_of, tokens_of
 
 def read_trace(path: Path) -> TraceWorkload | SessionWorkload:
     """Read a recorded workload. Raises InputError: not readable, unknown format, or the row and value at fault."""
-    text = _read_text(path)
+    with rare_collections():
+        return _read(path, _read_text(path))
+
+
+def _read(path: Path, text: str) -> TraceWorkload | SessionWorkload:
     stripped = text.lstrip()
     if not stripped:
         raise InputError(f"{path}: empty; give {FORMATS}")
@@ -106,8 +110,8 @@ def _read_mooncake(path: Path, lines: list[tuple[int, str]]) -> TraceWorkload:
     return _trace(
         path,
         [
-            Row(time_s=stamp * unit_s, input_tokens=i, output_tokens=o, hash_ids=h)
-            for stamp, (i, o, h) in zip(stamps, rows, strict=True)
+            Row(stamp * unit_s, input_tokens, output_tokens, hash_ids)
+            for stamp, (input_tokens, output_tokens, hash_ids) in zip(stamps, rows, strict=True)
         ],
         notes,
     )
@@ -128,9 +132,9 @@ def _hash_ids(path: Path, n: int, record: Mapping[str, Any], input_tokens: int) 
     ids = record.get("hash_ids")
     if ids is None:
         return None
-    if not isinstance(ids, list) or {*map(type, ids)} - {int}:
+    if not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
         raise InputError(f"{path}:{n}: hash_ids={str(ids)[:40]!r} is not a list of whole numbers; correct the row")
-    blocks = math.ceil(input_tokens / MOONCAKE_BLOCK_TOKENS)
+    blocks = -(-input_tokens // MOONCAKE_BLOCK_TOKENS)
     if len(ids) > blocks:
         raise InputError(
             f"{path}:{n}: {len(ids)} hash_ids for input_length={input_tokens}; blocks of {MOONCAKE_BLOCK_TOKENS} "

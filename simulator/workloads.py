@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from rackplan.engine import InputError
-from rackplan.simulator.agentx import AGENTX
 from rackplan.simulator.lengths import LengthsWorkload
 from rackplan.simulator.request import Workload
 from rackplan.simulator.traces import read_trace
@@ -22,6 +21,8 @@ def parse_workload(text: str) -> Workload:
     """
     kind, colon, rest = text.partition(":")
     if text == "agentx":
+        from rackplan.simulator.agentx import AGENTX  # its quantile functions, which no other workload needs
+
         return AGENTX
     if colon and kind in ("fixed", "lognormal"):
         return _lengths(text, kind, rest.split("/"))

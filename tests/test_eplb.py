@@ -179,7 +179,7 @@ def test_the_drafts_imbalance_has_a_cost():
     cost = load_calibration("gb300-v4.1-flash").pool_cost(even, pool)
     hot = cost.shared_ms(384, 384 * 32, 0, 0, 1.0).draft
     cost.draft_balancedness = lambda tokens: 1.0
-    cost._shared.cache_clear()
+    cost.shared_ms.cache_clear()
     assert hot > cost.shared_ms(384, 384 * 32, 0, 0, 1.0).draft + 0.02
     assert abs(off - on) < 0.2
 

@@ -16,6 +16,7 @@ from rackplan.calibration.profile import fit_profile
 from rackplan.calibration.records import ServedRun, Step, StepLog
 from rackplan.calibration.served_log import _seen_s, _way_in_ms, front_of, host_terms
 from rackplan.calibration.serving import replay_served
+from rackplan.simulator.clock import Clock
 from rackplan.simulator.frontend import TURNS
 from rackplan.simulator.request import Load
 from rackplan.simulator.simulate import RunOptions, simulate
@@ -57,6 +58,13 @@ def test_a_turn_waits_for_the_chunk_under_way_and_no_longer():
         wait_ms[chunk] = np.sort(found.scheduled_ns)[-2:] / 1e6 - free_ms
         assert (wait_ms[chunk] < TURNS * 0.1 * min(chunk, 81) + 10.0).all()  # and a step
     assert wait_ms[1].sum() < wait_ms[20].sum() < wait_ms[128].sum()
+
+
+@pytest.mark.parametrize("dep", [1, 2])
+def test_turns_that_are_foreseen_are_those_that_come(dep, monkeypatch):
+    foreseen = [run(0.1, seed=seed, dep=dep) for seed in range(5)]
+    monkeypatch.setattr(Clock, "next_ns", 0)  # something may come at once, so each turn is an event
+    assert all(same(a, run(0.1, seed=seed, dep=dep)) for seed, a in enumerate(foreseen))
 
 
 def test_an_idle_front_end_takes_its_time_whatever_its_turns():

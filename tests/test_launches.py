@@ -1,5 +1,7 @@
 """Launches that spread: drawn once a step from a named stream, the same in runs of steps and step by step."""
 
+from math import erf, sqrt
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -43,6 +45,18 @@ def same(a, b) -> bool:
 @given(st.integers(0, 1000))
 def test_runs_of_steps_draw_what_single_steps_draw(seed):
     assert same(run(SpreadCost(floor=60.0), seed), run(SpreadCost(floor=60.0), seed, coalesce=False))
+
+
+@given(st.integers(0, 1000))
+def test_draws_are_numpys_one_by_one_and_lie_between_the_quantiles_as_interp_has_them(seed):
+    cost = SpreadCost(floor=60.0)
+    drawn, rng, correlation = DrawnLaunches(cost, np.random.default_rng(seed)), np.random.default_rng(seed), 0.0
+    slow = rng.standard_normal()
+    for _ in range(300):
+        slow = correlation * slow + rng.standard_normal()
+        share = ((1 + erf(slow / sqrt(2))) / 2) ** (1 / 2)
+        expected = cost.launch_floor_ms(2048, 2) * np.interp(share, np.linspace(0, 1, len(SPREAD)), SPREAD)
+        assert drawn.launch_floor_ms(2048, 2) == expected
 
 
 def test_the_same_seed_draws_the_same_launches_and_another_seed_others():

@@ -153,6 +153,31 @@ def test_a_turn_costs_the_same_at_any_context() -> None:
     assert calls_of(1_000_000) <= 1.05 * calls_of(20_000)
 
 
+def stretches(cache: SessionCache) -> int:
+    """Of blocks that no request holds."""
+    node, n = cache._root.newer, 0
+    while node is not cache._root:
+        node, n = node.newer, n + 1
+    return n
+
+
+def test_turns_that_recompute_the_end_of_their_hit_leave_as_many_stretches_as_sessions() -> None:
+    cache, sessions, turns, replay = SessionCache(), 20, 200, 128
+    for i in range(sessions * turns):
+        tokens = 4096 + i // sessions * 320
+        request = Request(i, 0, tokens, 1, i % sessions, tokens - 320)
+        cached = usable_hit(request, cache.match(request), replay)
+        assert cached == (tokens - 320 - replay if i >= sessions else 0)
+        cache.begin(request, cached)
+        cache.end(request, tokens)
+    # What each turn recomputed is held a second time until it is evicted: what was there before cannot be hit.
+    assert cache.tokens == sessions * (4096 + (turns - 1) * (320 + replay))
+    assert stretches(cache) <= 2 * sessions
+    cache.evict_to(sessions * 4096)
+    assert cache.tokens == sessions * 4096
+    assert stretches(cache) <= sessions
+
+
 @pytest.mark.parametrize("hashed", [False, True])
 def test_requests_that_begin_alike_and_run_at_once_compute_their_prefix_once(hashed: bool) -> None:
     """KV for 6,500 tokens runs six requests of 4,000 + 100 + 200 that share 4,000 beside one another."""

@@ -56,7 +56,7 @@ def decode_rack() -> Deployment:
 
 
 CASES = {
-    "aggregated": (aggregated(), 20.0, {"all": 200, "time_steps": 3.2, "plan_rank": 1.2, "_live": 4.4}),
+    "aggregated": (aggregated(), 20.0, {"all": 195, "time_steps": 3.2, "plan_rank": 1.2, "_live": 4.4}),
     "aggregated DEP4": (aggregated(dep=4), 60.0, {"all": 160, "time_steps": 2.3, "plan_rank": 1.2, "_live": 2.9}),
     "P/D": (
         disaggregated(prefill={"instances": 1}, decode={"dep": 1}),
