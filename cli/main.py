@@ -103,6 +103,7 @@ def simulate(
     seed: params.Seed = 0,
     run: params.RunSettings = (),  # type: ignore[assignment]
     fail: params.Fail = (),  # type: ignore[assignment]
+    no_resubmit: params.NoResubmit = False,
     thinking: params.Thinking = None,
     acceptance_spread: params.AcceptanceSpread = None,
     json: params.Json = False,
@@ -132,7 +133,8 @@ def simulate(
         seed=seed,
         run=expert_run(values_of(pairs, "--run"), given, "--run "),
         drafting=drafting,
-        failures=_failures(fail),
+        failures=_failures(fail, no_resubmit),
+        resubmit=not no_resubmit,
     )
     if json:
         output.print_json(document)
@@ -145,6 +147,7 @@ def whatif(
     plan: params.PlanFile,
     changes: params.Changes = (),  # type: ignore[assignment]
     fail: params.Fail = (),  # type: ignore[assignment]
+    no_resubmit: params.NoResubmit = False,
     workload: params.WhatifWorkload = None,
     concurrency: params.Concurrency = None,
     rate: params.Rate = None,
@@ -177,7 +180,8 @@ def whatif(
         replications=replications,
         seed=seed,
         drafting=_drafting(thinking, acceptance_spread, base),
-        failures=_failures(fail),
+        failures=_failures(fail, no_resubmit),
+        resubmit=not no_resubmit,
     )
     if json:
         output.print_json(document)
@@ -201,8 +205,10 @@ def _drafting(thinking: str | None, spread: float | None, base: options.Base | N
     )
 
 
-def _failures(texts: Sequence[str]) -> "tuple[Failure, ...]":
+def _failures(texts: Sequence[str], no_resubmit: bool) -> "tuple[Failure, ...]":
     if not texts:
+        if no_resubmit:
+            raise InputError("--no-resubmit: has no effect without --fail; add --fail or leave it out")
         return ()
     from rackplan.simulator.faults import parse_failure
 

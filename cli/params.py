@@ -58,6 +58,9 @@ Fail = Annotated[
         help="Instance N is lost at a time, and back DOWN later (default 160s, a start-up on H200); repeatable.",
     ),
 ]
+NoResubmit = Annotated[
+    bool, typer.Option("--no-resubmit", help="With --fail: lost requests without a token fail, as behind our router.")
+]
 WhatifWorkload = Annotated[
     str | None, typer.Option("--workload", metavar="WORKLOAD", help="Default: the plan's; agentx for a YAML.")
 ]

@@ -114,6 +114,11 @@ class TraceWorkload:
     notes: tuple[str, ...] = ()
 
     @property
+    def runs_out(self) -> bool:
+        """May it have no request left before a run ends?"""
+        return True
+
+    @property
     def hashed(self) -> bool:
         """Do the requests state the blocks of their prompts?"""
         return self.rows[0].hash_ids is not None

@@ -73,6 +73,9 @@ class DecodeBatch:
         seq.start_context, seq.done_tokens = context, 0.0
         seq.growth = growth = tokens / steps
         seq.generated_tokens = seq.request.output_tokens - tokens
+        if seq.preemptions:  # the end that it was to have before may be at the same step
+            self._ends = [end for end in self._ends if end[2] is not seq]
+            heapq.heapify(self._ends)
         self._ranks[r].decoding[seq] = None
         self.running += 1
         self.requests[r] += 1

@@ -131,6 +131,7 @@ class _Run:
         length = deployment.model_spec.acceptance_length(drafts, thinking=options.drafting.thinking)
         acceptance = Acceptance(drafts, length, streams, options.drafting.acceptance_spread)
         hashed = getattr(workload, "hashed", False)  # do its requests state their blocks?
+        self._runs_out = getattr(workload, "runs_out", False)
         router = make_router(deployment.router, streams)
         plans = zip(deployment.pools, memory, strict=True)
         models = [self._models(calibration, pool, plan, acceptance, hashed) for pool, plan in plans]
@@ -213,7 +214,8 @@ class _Run:
             env.run(until=self._all_done)
         else:
             left_ns = max(1, round(options.duration_s * NS_PER_S) - env.now)
-            env.run(until=env.timeout(left_ns) | self._all_done)  # a trace may run out before
+            end = env.timeout(left_ns)
+            env.run(until=end | self._all_done if self._runs_out else end)
         for instance in self._instances():
             instance.stop_measuring()
         return self._result(warmup_ns)

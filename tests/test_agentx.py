@@ -115,6 +115,17 @@ def test_a_replay_is_measured_as_agentx_measures() -> None:
     assert metrics["interactivity_tok_s_user"]["p90"] == pytest.approx(1e3 / np.percentile(itl_ms, 90))
 
 
+def test_time_in_which_no_session_has_anything_in_flight_is_measured_too() -> None:
+    # Two lanes, whose next turns may all be due after the end.
+    last_s = []
+    for seed in range(20):
+        options = RunOptions(duration_s=600, warmup_s=10, drain=False, seed=seed)
+        result = simulate(disaggregated(), AGENTX, Load(concurrency=2), FakeCalibration(), options)
+        assert result.measured_to_ns == 600e9
+        last_s.append(result.finish_ns.max() / 1e9)
+    assert min(last_s) < 590
+
+
 def test_answers_are_as_long_as_recorded() -> None:
     """ignore_eos: no request ends before its recorded output."""
     source = AGENTX.source(Load(concurrency=4), 60, Streams(0))

@@ -19,8 +19,9 @@ from rackplan.simulator.simulate import RunOptions, simulate
 POLICIES = ("round_robin", "random", "least_requests", "least_tokens", "prefix_affinity", "session_affinity")
 
 
-def run(deployment, reqs, *failures: Failure, **options):
+def run(deployment, reqs, *failures: Failure, transfer=None, **options):
     calibration = FakeCalibration(LinearCost(host=0.8, sync=0.3, admission=0.2, floor=7.0))
+    calibration.transfer = dataclasses.replace(calibration.transfer, **(transfer or {}))
     return simulate(deployment, GivenRequests(reqs), Load(), calibration, RunOptions(failures=failures, **options))
 
 
@@ -68,7 +69,8 @@ def test_every_request_has_one_outcome_and_all_gpu_time_one_cause(seed):
         for i in range(pool.instances)
         if rng.random() < 0.7
     ]
-    options = {"resubmit": bool(rng.random() < 0.7)}
+    transfer = {"setup_ms": float(rng.choice([5, 200])), "gb_per_s": float(rng.choice([0.2, 50]))}
+    options = {"resubmit": bool(rng.random() < 0.7), "transfer": transfer}
     result = run(deployment, reqs, *failures, **options)
     assert result.unfinished == 0
     assert n == result.submitted == len(result.finish_ns) + result.failed + result.rejected
@@ -215,7 +217,7 @@ def pd_file(tmp_path):
     return path
 
 
-LOAD = ("--workload", "fixed:1000/200", "--rate", "20", "--duration", "60s")
+LOAD = ("--workload", "fixed:8000/100", "--rate", "20", "--duration", "60s")
 
 
 def test_the_command_line_fails_instances_of_any_role(pd_file, capsys):
@@ -228,6 +230,10 @@ def test_the_command_line_fails_instances_of_any_role(pd_file, capsys):
     assert counts["submitted"] == counts["finished"] + counts["failed"]
     assert sum(document["gpu_time_share"].values()) == pytest.approx(1.0)
     assert document["gpu_time_share"]["failed"] > 0.1
+    assert execute(app, "rackplan", ["simulate", str(pd_file), *LOAD, *fails, "--no-resubmit", "--json"]) == 0
+    more = json.loads(capsys.readouterr().out)
+    assert more["inputs"]["resubmit"] is False
+    assert more["metrics"]["requests"]["failed"] > counts["failed"]
     assert execute(app, "rackplan", ["simulate", str(pd_file), *LOAD, *fails]) == 0
     assert "down" in capsys.readouterr().out
 
@@ -239,5 +245,8 @@ def test_a_what_if_fails_instances_of_its_changed_side(pd_file, capsys):
     assert "failed" not in document["base"]["metrics"]["requests"]
     assert any("failed" in reason for reason in document["why"])
     assert document["changed"]["metrics"]["tpot_ms"]["p90"] > document["base"]["metrics"]["tpot_ms"]["p90"]
+    args = ["simulate", str(pd_file), *LOAD, "--no-resubmit"]
+    assert execute(app, "rackplan", args) == 2
+    assert "--no-resubmit: has no effect without --fail" in capsys.readouterr().err
     assert execute(app, "rackplan", ["whatif", str(pd_file), *LOAD]) == 2
     assert "nothing is changed; give --set KEY=VALUE or --fail" in capsys.readouterr().err

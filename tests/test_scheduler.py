@@ -7,8 +7,13 @@ import pytest
 from models import FakeCalibration, GivenRequests, aggregated, disaggregated, requests, with_kv_tokens
 
 from rackplan.engine import InputError
+from rackplan.simulator.acceptance import Acceptance
+from rackplan.simulator.decode_batch import DecodeBatch
+from rackplan.simulator.prefix_cache import SessionCache
 from rackplan.simulator.request import Load, Request
+from rackplan.simulator.scheduler import Rank, Sequence
 from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.streams import Streams
 
 
 def run(deployment, reqs):
@@ -77,3 +82,18 @@ def test_an_interval_for_prompts_without_data_parallel_ranks_is_refused():
 def test_the_last_token_of_an_answer_leaves_no_kv_to_hit():
     turns = [Request(0, 0, 1000, 24, session=7), Request(1, 2_000_000_000, 1200, 2, session=7, reuse_tokens=1024)]
     assert run(aggregated(), turns).cached_tokens.tolist() == [0, 1008]  # of 1023 tokens in 63 whole blocks
+
+
+def test_a_preempted_request_ends_once_where_it_ends_at_the_step_that_it_was_to_end_at():
+    batch = DecodeBatch([Rank(SessionCache())], 10_000, Acceptance(0, 1.0, Streams(0)))
+    seq = Sequence(Request(0, 0, 100, 22), 0, 0, 100)
+    batch.enter(0, 1)
+    batch.start(seq, 21, 101)
+    batch.step = 19
+    batch.stop(seq)
+    seq.preemptions = 1
+    batch.step = 20  # its prompt and 20 tokens are computed anew, which makes one more
+    batch.enter(0, 1)
+    batch.start(seq, 1, 121)
+    batch.step = 21
+    assert batch.pop_ended() == [seq]

@@ -46,20 +46,22 @@ def simulate_document(
     run: ExpertRun = STEADY_RUN,
     drafting: Drafting = USUAL,
     failures: tuple[Failure, ...] = (),
+    resubmit: bool = True,
 ) -> dict[str, Any]:
     """The contract's simulation document.
 
     A closed loop (`concurrency`) runs for `duration_s` and is measured after a fifth of it; an open loop (`rate` in
     req/s, or the recorded arrivals with neither) has arrivals for `duration_s` and runs until all have ended. `run`:
-    what happens to the experts in it; `failures`: instances that are lost in it. Raises InputError on bad input,
-    InfeasibleError where the deployment does not fit its GPUs.
+    what happens to the experts in it; `failures`, `resubmit`: instances that are lost in it, and whether their requests
+    are sent again. Raises InputError on bad input, InfeasibleError where the deployment does not fit its GPUs.
     """
     parsed = parse_workload(workload)
     fitted = fitted_for(deployment, calibration)
     load = Load(concurrency=concurrency, rate_req_s=rate, cv=cv)
     check_memory(deployment)
     _check_size(load, duration_s)
-    options = replace(run_options(load, duration_s, seed), experts=run, drafting=drafting, failures=failures)
+    options = replace(run_options(load, duration_s, seed), experts=run, drafting=drafting)
+    options = replace(options, failures=failures, resubmit=resubmit)
     found = merge(deployment, load, _replicate(deployment, parsed, load, fitted, options, replications))
     _check_measured(found, duration_s, options.warmup_s)
     inputs = {
@@ -75,6 +77,7 @@ def simulate_document(
         "seed": seed,
         "run": run_document(run),
         "fail": [str(f) for f in failures] or None,
+        "resubmit": resubmit if failures else None,
         **drafting.to_inputs(),
     }
     return {

@@ -42,12 +42,13 @@ def compare(
     seed: int,
     drafting: Drafting = USUAL,
     failures: tuple[Failure, ...] = (),
+    resubmit: bool = True,
 ) -> dict[str, Any]:
     """{"base", "changed": simulation documents, "changes", "moved", "why"}.
 
     Keys that begin with `run.` are of the run (ExpertRun), and drift is of both sides; `failures` are of the changed
-    side. Raises InputError on a change that cannot be or has no effect, InfeasibleError where the changed deployment
-    does not fit its GPUs."""
+    side; `resubmit`: their requests are sent again. Raises InputError on a change that cannot be or has no effect,
+    InfeasibleError where the changed deployment does not fit its GPUs."""
     of_run = [(key.removeprefix(PREFIX), text) for key, text in changes if key.startswith(PREFIX)]
     changed, effective = apply_changes(base, [pair for pair in changes if not pair[0].startswith(PREFIX)])
     drafting.check_effect(max(d.speculation.draft_tokens for d in (base, changed)))
@@ -70,7 +71,7 @@ def compare(
         "drafting": drafting,
     }
     before = simulate_document(base, **load, run=always)
-    after = simulate_document(changed, **load, run=run, failures=failures)
+    after = simulate_document(changed, **load, run=run, failures=failures, resubmit=resubmit)
     return {
         "base": before,
         "changed": after,
