@@ -7,8 +7,7 @@ from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.request import Request
 from rackplan.simulator.scheduler import Given, Rank, RankPlan, Sequence, plan_rank, running_chunks
-
-MOST_COALESCED_STEPS = 256
+from rackplan.simulator.step import MOST_STEPS
 
 
 class Ranks:
@@ -187,7 +186,7 @@ class Ranks:
         batch = self.batch
         if not self.model.coalesce or any(not self.is_blocked(r, self.queues[r].has_kv_in_line) for r in self._busy):
             return 1
-        ahead = min(batch.steps_to_next_end(), MOST_COALESCED_STEPS)
+        ahead = min(batch.steps_to_next_end(), MOST_STEPS)
         return max(1, batch.steps_with_room(ahead))
 
     def idle_cause(self) -> str:

@@ -24,8 +24,12 @@ CAUSES = (
 
 FEW_RANKS = 8
 """Up to here numbers one by one take less time than vectors; the results are the same."""
+MOST_STEPS = 256
+"""Of one run of steps."""
 PAIRWISE = 8
 """From here on numpy does not add one number after the other."""
+
+_AHEAD = np.arange(float(MOST_STEPS))
 
 Times = TypeVar("Times", float, FloatArray)
 
@@ -81,13 +85,21 @@ def overlap_ms(
     after the host began, as they are launched one by one. In a run of its like a step takes `step_wall_ms`.
     """
     if floor_ms <= host_ms:
-        lead = np.concatenate([[lead_ms], gpu_ms[:-1]])
+        lead = _later(lead_ms, gpu_ms)
         return np.maximum(0.0, host_ms - lead) + gpu_ms, lead, gpu_ms
     wall, leads = np.empty(len(gpu_ms)), np.empty(len(gpu_ms) + 1)
     leads[0] = lead_ms
     for i, gpu in enumerate(gpu_ms.tolist()):
         wall[i], _, leads[i + 1] = overlap_one_ms(gpu, floor_ms, host_ms, float(leads[i]))
     return wall, leads[:-1], leads[1:]
+
+
+def _later(first: float, of_steps: FloatArray) -> FloatArray:
+    """By step, what the one before it had; `first`: of the first one. (steps,)."""
+    shifted = np.empty_like(of_steps)
+    shifted[0] = first
+    shifted[1:] = of_steps[:-1]
+    return shifted
 
 
 def overlap_one_ms(
@@ -147,7 +159,7 @@ def time_steps(
         wall, lead, next_lead = overlap_ms(gpu, floor, work, lead_ms)
         without_sync = np.maximum(np.maximum(0.0, host - lead) + gpu, floor - lead) if sync_ms else wall
     if own_worker:
-        seen: Any = seen_ms if one else np.concatenate([[seen_ms], wall[:-1]])
+        seen: Any = seen_ms if one else _later(seen_ms, wall)
         return StepTimes(wall, without_sync, lead, next_lead, seen, wall, 0.0, gpu, slowest, mean, shared)
     launch = max(floor, work) + after_ms
     return StepTimes(wall, without_sync, lead, next_lead, lead, next_lead, launch, gpu, slowest, mean, shared)
@@ -185,11 +197,11 @@ def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tu
 
 def _attention_of_run(cost: PoolCost, batch: DecodeBatch, steps: int) -> tuple[FloatArray, FloatArray]:
     """The same of `steps` steps of decoding requests, (steps,) each."""
-    context = batch.contexts() + batch.growth_vector * np.arange(steps)[:, None]
-    times = _of_numbers(cost)(*NO_PREFILL, batch.request_vector, context)
-    n = times.shape[1]
+    n, ahead = len(batch.requests), _AHEAD[:steps]
     if n == 1:
-        own = times[:, 0]
+        own = _of_numbers(cost)(*NO_PREFILL, batch.requests[0], batch.context(0) + batch.growth[0] * ahead)
         return own, own
+    context = batch.contexts() + batch.growth_vector * ahead[:, None]
+    times = _of_numbers(cost)(*NO_PREFILL, batch.request_vector, context)
     # Reductions by their ufuncs: the methods' wrappers cost as much as small arrays do.
     return np.maximum.reduce(times, axis=1), np.add.reduce(times, axis=1) / n

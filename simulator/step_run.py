@@ -60,7 +60,7 @@ class StepRun:
     """Several steps, until something comes that one of them can see. The scheduler last looks at its queue for a step
     at `begins_ns`."""
 
-    __slots__ = ("_began_ns", "_begins_ns", "_ends_ns", "_times", "_walls_ns", "steps")
+    __slots__ = ("_began_ns", "_begins_ns", "_ends_ns", "_times", "_walls_ns", "end_ns", "steps")
 
     def __init__(self, times: StepTimes, now_ns: int) -> None:
         self._times = times
@@ -69,10 +69,7 @@ class StepRun:
         self._ends_ns = now_ns + self._walls_ns.cumsum()
         self._begins_ns = self._ends_ns - self._walls_ns - np.rint(times.seen_ms * NS_PER_MS).astype(np.int64)
         self.steps = len(self._walls_ns)
-
-    @property
-    def end_ns(self) -> int:
-        return int(self._ends_ns[self.steps - 1])
+        self.end_ns = int(self._ends_ns[-1])
 
     @property
     def walls_ns(self) -> list[int]:
@@ -122,7 +119,7 @@ class StepRun:
 
     def steps_done(self, now_ns: int) -> int:
         """Steps that have ended by now."""
-        return int(self._ends_ns[: self.steps].searchsorted(now_ns, side="right"))
+        return min(self.steps, int(self._ends_ns.searchsorted(now_ns, side="right")))
 
     def steps_planned(self, now_ns: int) -> int:
         """Steps for which the scheduler has looked at its queue by now."""
@@ -147,5 +144,5 @@ class StepRun:
     def _keep(self, steps: int) -> bool:
         if steps >= self.steps:
             return False
-        self.steps = steps
+        self.steps, self.end_ns = steps, int(self._ends_ns[steps - 1])
         return True
