@@ -74,6 +74,7 @@ class Instance:
         self._under_way: OneStep | StepRun | None = None
         self._present: dict[Sequence, None] | None = None  # requests here, where it may be lost
         self._down = False
+        self._cause = ""  # why ranks run dummy batches in the steps under way, as their scheduler had it
         self.eplb = self._new_eplb()
         self.start_measuring()
         self._process = Process(env, self._live(self.ranks))
@@ -243,6 +244,7 @@ class Instance:
             self._step_since = now
             run = self._next_run(plans)
             self._under_way = run
+            self._cause = ranks.idle_cause() if batch.idle_ranks else "dp_imbalance"
             self._run = run if isinstance(run, StepRun) else None
             if kv_loads.unseen:
                 kv_loads.take_unseen(ranks, run, now, may_be_cut=self.eplb is not None)
@@ -388,8 +390,7 @@ class Instance:
 
     def _book(self, plans: dict[int, RankPlan], run: OneStep | StepRun) -> None:
         batch = self._batch
-        cause = self.ranks.idle_cause() if batch.idle_ranks else "dp_imbalance"
-        self.time.book_steps(run.sums(), batch.idle_ranks / self.pool.dep, cause)
+        self.time.book_steps(run.sums(), batch.idle_ranks / self.pool.dep, self._cause)
         sequences = batch.running
         for plan in plans.values():
             sequences -= len(plan.loads)
