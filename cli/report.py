@@ -72,7 +72,10 @@ def _sections(plan: Document) -> Iterable[str]:
     from rackplan.cli import charts
 
     yield from _answer(plan)
-    yield section("Throughput against interactivity", "Each point is one simulated deployment at one load.")
+    yield section(
+        "Throughput against interactivity",
+        "Each point is one deployment at one load in a short run; the star has longer runs, several of them.",
+    )
     yield chart(charts.pareto(plan), "pareto")
     if plan.get("prediction"):
         yield section("Prediction", f"{wording.load_phrase(plan.get('load')).capitalize()}, with 95 % intervals.")

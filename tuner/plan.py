@@ -26,6 +26,8 @@ __all__ = ["PlanRequest", "make_plan"]
 
 NOMINAL_E2E_S = 3.0
 PLAYED_S = 60.0
+SHORT = " (short run)"
+"""What is said of runners-up that no longer run has confirmed: caches may hold more in short ones."""
 FINALISTS = 3
 REPLICATIONS = 4
 EDGE_PROBES = 2
@@ -304,7 +306,7 @@ def _runners_up(request: PlanRequest, result: SearchResult, confirmed: list[Prob
             "deployment": trial.deployment.to_dict(),
             "load": load_document(probe.load),
             "metrics": probe.metrics,
-            "why_not": _behind(request, probe, best, trial),
+            "why_not": _behind(request, probe, best, trial) + ("" if trial.deployment in exact else SHORT),
         }
         if not trial.candidate.layout.disaggregated and not aggregated:
             aggregated[trial.candidate.layout.label] = entry
@@ -321,5 +323,5 @@ def _behind(request: PlanRequest, probe: Probe, best: Probe, trial: Trial) -> st
         return f"{probe.metrics['gpus']} GPUs, {request.achieved_tps(probe.metrics):,.0f} tok/s"
     behind = 1 - request.achieved_tps(probe.metrics) / request.achieved_tps(best.metrics)
     if behind < 0:
-        return f"{-behind:.1%} more in the short search, but not confirmed over the longer replications"
+        return f"{-behind:.1%} more throughput"
     return f"{behind:.1%} less throughput {'per GPU' if request.per == 'gpu' else ''}".rstrip()
