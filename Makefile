@@ -17,7 +17,7 @@ plan: $(VENV)/.installed
 	$(VENV)/bin/plan $(PLAN_ARGS)
 
 test: $(VENV)/.installed-test
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses auto --dist loadfile
 
 # Against the real engine, vLLM on the CPU: 2.6 GB, installed once in a few minutes.
 test-engine: $(ENGINE)/.installed

@@ -7,7 +7,8 @@ import pytest
 from host_kv import HostAsk, sides
 from virtual_scheduler import Stream, side_by_side
 
-STREAMS = 500
+STREAMS = {False: 150, True: 500}
+"""By whether KV is tight; where there is room for all, streams are longer and decide less."""
 
 
 def stream_of(rng: random.Random, tight: bool) -> Stream:
@@ -44,11 +45,11 @@ def stream_of(rng: random.Random, tight: bool) -> Stream:
 @pytest.mark.parametrize("tight", [False, True])
 def test_every_step_is_vllms_own(tight, tiny_moe):
     loads = preempted = 0
-    for seed in range(STREAMS):
+    for seed in range(STREAMS[tight]):
         engine, simulator = sides(stream_of(random.Random(f"{tight} {seed}"), tight), tiny_moe)
         for step, simulated in side_by_side(engine, simulator):
             assert simulated == step, seed
             preempted += len(step.preempted)
         loads += engine.loads
-    assert loads > STREAMS
+    assert loads > STREAMS[tight]
     assert preempted > 100 or not tight
