@@ -1,11 +1,13 @@
-"""Shapes of a profile: within the limits, without repeats, and telling however early the profile is cut."""
+"""Shapes of a profile: within the limits, without repeats, and telling however early the profile is cut; its loads."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rackplan.calibration.readers.forward_csv import forward_rows
 from rackplan.engine.forward_table import append_row, row_of
+from rackplan.engine.profile import ProfileRequest
 from rackplan.engine.profile_cases import ForwardCase, Limits, extremes_first, forward_cases, powers_of_two
+from rackplan.engine.profile_run import Profiler
 
 LIMITS = st.builds(
     Limits,
@@ -81,3 +83,20 @@ def test_powers_end_with_the_last():
     assert powers_of_two(64, 1000) == [64, 128, 256, 512, 1000]
     assert powers_of_two(64, 64) == [64]
     assert powers_of_two(64, 32) == []
+
+
+def test_rates_are_served_in_turns_and_one_rank_has_a_burst_and_short_prompts(tmp_path):
+    request = ProfileRequest(
+        model="deepseek-v2-lite", gpu="h200", gpus=2, python="python", engine_version="0.33", budget_s=60, repeats=3
+    )
+    (tmp_path / "serve_x_pilot.json").write_text('{"request_throughput": 20.0}')
+    profiler = Profiler(request, tmp_path, print)
+    one = {name: make() for name, make in profiler._loads("x", request.aggregated(1)).items()}
+    first, again = ["x_pilot", "x_load0", "x_load1", "x_burst", "x_short"], ["x_load0_2", "x_load1_2"]
+    assert list(one) == [*first, *again, "x_load0_3", "x_load1_3"]
+    assert {one[f"x_load0{n}"].rate_req_s for n in ("", "_2", "_3")} == {7.0}
+    assert (one["x_burst"].concurrency, one["x_burst"].prompts) == (64, 64)
+    captured = request.aggregated(1).pools[0].max_cudagraph_capture_size
+    assert one["x_short"].input_tokens < captured < one["x_load0"].input_tokens == 2048
+    two = profiler._loads("x", request.aggregated(2))
+    assert not {"x_burst", "x_short"} & set(two)
