@@ -18,6 +18,7 @@ from rackplan.calibration.h200_rows import SERVED_PROMPT
 from rackplan.calibration.served import (
     Launches,
     PromptSteps,
+    launch_at_no_tokens_ms,
     launch_correlation,
     launch_error_ms,
     launch_quantiles,
@@ -73,21 +74,16 @@ def host_launches(steps: Mapping[str, PromptSteps], alone_ms: float) -> HostLaun
     one_gpu = list(eager.values())
     token_ms = token_launch_ms(one_gpu)
     lone_ms = alone_ms - token_ms * SERVED_PROMPT
-    beside_ms = _mean_ms(by_machine(eager)[0], token_ms)
+    beside_ms = launch_at_no_tokens_ms(by_machine(eager)[:1], token_ms)
     return HostLaunches(
         coefficients={
-            "piecewise_floor_ms": _mean_ms(by_machine(launches_by_run(steps, eager=False))[0], 0.0),
+            "piecewise_floor_ms": launch_at_no_tokens_ms(by_machine(launches_by_run(steps, eager=False))[:1], 0.0),
             "eager_floor_ms": lone_ms,
             "eager_decode_launch_ms": beside_ms - lone_ms,
-            "eager_ep_launch_ms": _mean_ms(ep, token_ms) - beside_ms,
+            "eager_ep_launch_ms": launch_at_no_tokens_ms([ep], token_ms) - beside_ms,
             "eager_token_launch_ms": token_ms,
             "launch_correlation": launch_correlation(one_gpu),
         },
         quantiles=launch_quantiles([*one_gpu, ep], token_ms),
         error_ms=launch_error_ms(by_machine(eager)),
     )
-
-
-def _mean_ms(launches: Launches, token_ms: float) -> float:
-    """The mean launch at no tokens."""
-    return float(launches.without_tokens(token_ms).mean())
