@@ -12,7 +12,7 @@ import numpy as np
 from rackplan.engine import Deployment, Pool
 from rackplan.engine.deployment import Speculation
 from rackplan.simulator.acceptance import Acceptance, Drafting
-from rackplan.simulator.cost import STEADY, Calibration, PlacedAt, PoolCost, SharedTime
+from rackplan.simulator.cost import STEADY, Calibration, PassedOn, PlacedAt, PoolCost, SharedTime
 from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.eplb_run import Served, served_by
 from rackplan.simulator.streams import Streams
@@ -73,19 +73,16 @@ class Verification:
         return rates.index(max(rates))
 
 
-class VerifiedCost:
+class VerifiedCost(PassedOn):
     """A `PoolCost` of steps that draft all and verify some: the cost at as many, and the draft's time at all.
     `costs`: with 0, 1, ... all drafts."""
 
     def __init__(self, verification: Verification, costs: list[PoolCost]) -> None:
-        full = costs[-1]
+        super().__init__(costs[-1])
         self._now, self._costs = verification, costs
-        self.launch_quantiles, self.launch_correlation = full.launch_quantiles, full.launch_correlation
-        self.short_chunks = full.short_chunks
-        self.launch_floor_ms, self.host_ms = full.launch_floor_ms, full.host_ms
-        self.admission_ms, self.dp_sync_ms = full.admission_ms, full.dp_sync_ms
+        self.attention_ms, self.shared_ms = self._attention_ms, self._shared_ms
 
-    def attention_ms(
+    def _attention_ms(
         self,
         prefill_tokens: np.ndarray,
         prefill_pairs: np.ndarray,
@@ -93,14 +90,12 @@ class VerifiedCost:
         decode_requests: np.ndarray,
         decode_context: np.ndarray,
     ) -> np.ndarray:
-        """As in PoolCost."""
         attention_ms = self._costs[self._now.verified_drafts].attention_ms
         return attention_ms(prefill_tokens, prefill_pairs, prefill_context, decode_requests, decode_context)
 
-    def shared_ms(
+    def _shared_ms(
         self, widest_tokens: int, total_tokens: int, prefill_tokens: int, prefill_chunks: int, balancedness: float
     ) -> SharedTime:
-        """As in PoolCost."""
         own, drafts = self._costs[self._now.verified_drafts], self._now.verified_drafts
         shared = own.shared_ms(widest_tokens, total_tokens, prefill_tokens, prefill_chunks, balancedness)
         if own is self._costs[-1]:

@@ -5,6 +5,7 @@ all ranks go through together (dense layers at the padded batch, MoE, communicat
 floor, its own work and the DP sync; `step_wall_ms` in step.py says how they overlap.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -104,6 +105,17 @@ class PoolCost(Protocol):
     def dp_sync_ms(self) -> float:
         """The step's all-reduce over DP ranks on the CPU; 0 for one rank."""
         ...
+
+
+class PassedOn:
+    """A `PoolCost` that says what `cost` does, for those that replace a part of it."""
+
+    def __init__(self, cost: PoolCost) -> None:
+        self.launch_quantiles, self.launch_correlation = cost.launch_quantiles, cost.launch_correlation
+        self.short_chunks = cost.short_chunks
+        self.attention_ms, self.host_ms, self.launch_floor_ms = cost.attention_ms, cost.host_ms, cost.launch_floor_ms
+        self.shared_ms: Callable[..., SharedTime] = cost.shared_ms
+        self.admission_ms, self.dp_sync_ms = cost.admission_ms, cost.dp_sync_ms
 
 
 def chunk_work(short: ShortChunks, new: int, cached: int) -> tuple[float, int]:

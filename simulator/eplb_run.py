@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rackplan.engine import Deployment, InputError, Pool
 from rackplan.simulator.clock import Clock
-from rackplan.simulator.cost import STEADY, Calibration, PlacedAt, PoolCost, SharedTime
+from rackplan.simulator.cost import STEADY, Calibration, PassedOn, PlacedAt, PoolCost, SharedTime
 from rackplan.simulator.request import NS_PER_MS, NS_PER_S
 
 if TYPE_CHECKING:  # takes long to import, and most runs need none of it
@@ -119,14 +119,11 @@ def eplb_of(
     )
 
 
-class Reshared:
+class Reshared(PassedOn):
     """A `PoolCost` with other shared times."""
 
     def __init__(self, cost: PoolCost, shared_ms: Callable[[int, int, int, int, float], SharedTime]) -> None:
-        self.launch_quantiles, self.launch_correlation = cost.launch_quantiles, cost.launch_correlation
-        self.short_chunks = cost.short_chunks
-        self.attention_ms, self.host_ms, self.launch_floor_ms = cost.attention_ms, cost.host_ms, cost.launch_floor_ms
-        self.admission_ms, self.dp_sync_ms = cost.admission_ms, cost.dp_sync_ms
+        super().__init__(cost)
         self.shared_ms = shared_ms
 
 

@@ -6,10 +6,10 @@ from math import erf, sqrt
 
 import numpy as np
 
-from rackplan.simulator.cost import PoolCost
+from rackplan.simulator.cost import PassedOn, PoolCost
 
 
-class DrawnLaunches:
+class DrawnLaunches(PassedOn):
     """A `PoolCost` whose launch floor of a step with prompts is drawn: that of the latest of the ranks that prefill,
     each drawn about the mean. Draws follow one another as slow moments of a machine do: normal, `launch_correlation`
     from each to the next.
@@ -18,17 +18,14 @@ class DrawnLaunches:
     """
 
     def __init__(self, cost: PoolCost, rng: np.random.Generator) -> None:
-        self.launch_quantiles, self.launch_correlation = cost.launch_quantiles, cost.launch_correlation
-        self.short_chunks = cost.short_chunks
-        self.attention_ms, self.shared_ms, self.host_ms = cost.attention_ms, cost.shared_ms, cost.host_ms
-        self.admission_ms, self.dp_sync_ms = cost.admission_ms, cost.dp_sync_ms
-        self._mean_ms = cost.launch_floor_ms
+        super().__init__(cost)
+        self._mean_ms, self.launch_floor_ms = cost.launch_floor_ms, self._drawn_ms
         self._shares: list[float] = np.linspace(0.0, 1.0, len(cost.launch_quantiles)).tolist()
         self._normals = _normals(rng)
         self._news = sqrt(1.0 - cost.launch_correlation**2)
         self._slowness = next(self._normals)
 
-    def launch_floor_ms(self, widest_tokens: int, prefill_ranks: int) -> float:
+    def _drawn_ms(self, widest_tokens: int, prefill_ranks: int) -> float:
         mean_ms = self._mean_ms(widest_tokens, prefill_ranks)
         if not (prefill_ranks and mean_ms):
             return mean_ms
