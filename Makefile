@@ -6,12 +6,15 @@ PLAN_ARGS ?= --target-tps 900k
 PYTHON_ENGINE ?= python3.11
 VENV := .venv
 ENGINE := .venv-engine
+COMPILED := .venv-compiled
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 ENGINE_PIP := $(ENGINE)/bin/python -m pip --quiet --disable-pip-version-check
 FARM := .typecheck/rackplan
 
-.PHONY: plan test test-engine lint clean
+SOURCES := $(wildcard engine/*.py simulator/*.py calibration/*.py calibration/readers/*.py tuner/*.py cli/*.py)
+
+.PHONY: plan test test-engine compiled test-compiled lint clean
 
 plan: $(VENV)/.installed
 	$(VENV)/bin/plan $(PLAN_ARGS)
@@ -23,6 +26,16 @@ test: $(VENV)/.installed-test
 test-engine: $(ENGINE)/.installed
 	$(ENGINE)/bin/python -m pytest tests_engine
 
+# What takes the time of a simulation, compiled by mypyc (setup.py): .venv-compiled/bin/plan.
+compiled: $(COMPILED)/.installed
+
+# Compiled and interpreted, 497 runs give the same to the last bit; then the simulator's own tests.
+test-compiled: $(COMPILED)/.installed $(VENV)/.installed-test
+	@mkdir -p build
+	$(PY) bench/digests.py save build/digests.json 2>/dev/null
+	$(COMPILED)/bin/python bench/digests.py compare build/digests.json 2>/dev/null
+	$(COMPILED)/bin/pytest --numprocesses auto --dist loadfile $(SIMULATOR_TESTS)
+
 # The five packages stand at the top and install as rackplan.*; mypy wants to see them under one folder.
 lint: $(VENV)/.installed-lint
 	@mkdir -p $(FARM)
@@ -32,7 +45,7 @@ lint: $(VENV)/.installed-lint
 	MYPYPATH=.typecheck $(PY) -m mypy -p rackplan
 
 clean:
-	rm -rf $(VENV) $(ENGINE) .typecheck out build dist rackplan.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINE) $(COMPILED) .typecheck out build dist rackplan.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip works through these stamps, so it runs only when pyproject.toml is newer than the last installation.
@@ -49,6 +62,15 @@ $(VENV)/.installed-test: $(VENV)/.installed
 $(VENV)/.installed-lint: $(VENV)/.installed
 	@echo "Installing the linters ..."
 	@$(PIP) --editable '.[lint]'
+	@touch $@
+
+# Not editable: what is compiled would hide later changes of its sources.
+$(COMPILED)/.installed: setup.py pyproject.toml $(SOURCES) | $(PY)
+	@echo "Compiling rackplan into $(COMPILED) (a minute or two) ..."
+	@command -v $${CC:-cc} >/dev/null || { echo "make compiled needs a C compiler (Debian: apt-get install gcc python3-dev)" >&2; exit 1; }
+	@[ -x $(COMPILED)/bin/python ] || $(PY) -m venv $(COMPILED)
+	@$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check '.[compile,test]'
+	@RACKPLAN_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
 	@touch $@
 
 $(PY):

@@ -70,7 +70,7 @@ class DecodeBatch:
         r, step = seq.rank, self.step
         seq.start_step = step
         seq.finish_step = finish = step + steps
-        seq.start_context, seq.done_tokens = context, 0.0
+        seq.start_context, seq.done_tokens = float(context), 0.0
         seq.growth = growth = tokens / steps
         seq.generated_tokens = seq.request.output_tokens - tokens
         if seq.preemptions:  # the end that it was to have before may be at the same step

@@ -88,7 +88,7 @@ class Faults:
         self.send, self.on_failed = send, on_failed
         self._waiting: list[Request] = []
         if transfers:
-            transfers.on_lost = self._lost
+            transfers.watch(self._lost)
         for failure in failures:
             pools[failure.role].instances[failure.instance].watch()
             env.after(round(failure.at_s * NS_PER_S), self._lose, failure)

@@ -7,7 +7,6 @@ to two thirds of it; when it dies, what is left of the last renewal runs out.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from rackplan.simulator.instance import Instance
 from rackplan.simulator.kv_transfer import KvTransfers
@@ -21,11 +20,13 @@ RENEWED_S = LEASE_S * 2 / 3 - LEASE_S / 6 / 2
 
 
 class LossyTransfers(KvTransfers):
-    """`on_lost`: told of a request whose prompt no decode instance can take."""
+    """Those of a deployment of which instances are lost; `watch` comes before the run begins."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.on_lost: Callable[[Sequence], None]
+    on_lost: Callable[[Sequence], None]
+
+    def watch(self, on_lost: Callable[[Sequence], None]) -> None:
+        """`on_lost` is told of a request whose prompt no decode instance can take."""
+        self.on_lost = on_lost
         for instance in self.decode.instances:
             instance.kv_loads.in_runs = False  # a loss may end a run before the step that a load would begin with
 
