@@ -13,6 +13,8 @@ HOT = (
     "instance_model kv_loads kv_transfer launches lossy_transfer pool prefix_cache prefix_lines ranks request router "
     "scheduler sessions simulate step step_load step_run streams"
 )
+"""Left out: what inherits from SimPy, cached properties, and frozen classes that worker processes are sent: mypyc's
+cannot be unpickled."""
 
 
 def compiled() -> list[Extension]:

@@ -48,9 +48,10 @@ def simulate_case(name: str, path: str, agentx_s: float = AGENTX_S, profile: "Pr
     """Simulate a case in this process and print how many requests ended. `profile`: of the simulation alone."""
     from rackplan.calibration.library import default_calibration, load_calibration
     from rackplan.engine import parse_deployment
+    from rackplan.simulator.load import Load
     from rackplan.simulator.metrics import metrics_of
-    from rackplan.simulator.request import Load
-    from rackplan.simulator.simulate import RunOptions, simulate
+    from rackplan.simulator.run_options import RunOptions
+    from rackplan.simulator.simulate import simulate
     from rackplan.simulator.workloads import parse_workload
 
     case = CASES[name]

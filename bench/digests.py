@@ -22,8 +22,12 @@ from random_runs import POLICIES, digest_of, one, random_run  # noqa: E402
 
 from rackplan.calibration.library import default_calibration, load_calibration  # noqa: E402
 from rackplan.engine import Deployment, parse_deployment  # noqa: E402
-from rackplan.simulator.request import Load, Workload  # noqa: E402
-from rackplan.simulator.simulate import RunOptions, simulate  # noqa: E402
+from rackplan.simulator.load import (
+    Load,
+    Workload,  # noqa: E402
+)
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate  # noqa: E402
 from rackplan.simulator.workloads import parse_workload  # noqa: E402
 
 RANDOM_RUNS = 400

@@ -25,8 +25,9 @@ from models import FakeCalibration, LinearCost, with_kv_tokens  # noqa: E402
 
 from rackplan.engine import Deployment, parse_deployment  # noqa: E402
 from rackplan.simulator.cost import SharedTime, TransferCost  # noqa: E402
-from rackplan.simulator.request import Load  # noqa: E402
-from rackplan.simulator.simulate import RunOptions, simulate  # noqa: E402
+from rackplan.simulator.load import Load  # noqa: E402
+from rackplan.simulator.run_options import RunOptions  # noqa: E402
+from rackplan.simulator.simulate import simulate  # noqa: E402
 from rackplan.simulator.workloads import parse_workload  # noqa: E402
 
 PREFILL_MS, DECODE_MS = 7.3137, 4.1291

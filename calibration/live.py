@@ -8,9 +8,10 @@ from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.readers.prometheus import EngineMetrics, Histogram
 from rackplan.engine import Deployment, InputError
 from rackplan.simulator.arrivals import Row, TraceWorkload
+from rackplan.simulator.load import Load
 from rackplan.simulator.metrics import Measured
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 
 LEAST_REQUESTS = 30
 MOST_REQUESTS = 1500

@@ -15,9 +15,11 @@ from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.published import MODEL, REPLAY_CHUNK_TOKENS, REPLAY_FIXES_OFF
 from rackplan.engine import Deployment, parse_deployment
 from rackplan.simulator.agentx import AGENTX
+from rackplan.simulator.load import Load, Source, Workload
 from rackplan.simulator.metrics import metrics_of
-from rackplan.simulator.request import NS_PER_S, Load, Request, Source, Workload
-from rackplan.simulator.simulate import RunOptions, SimResult, simulate
+from rackplan.simulator.request import NS_PER_S, Request
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import SimResult, simulate
 from rackplan.simulator.streams import Streams
 
 STAGGER_S = 5.0

@@ -11,9 +11,10 @@ from rackplan.calibration.records import METRICS, ServedRun
 from rackplan.engine import Deployment
 from rackplan.simulator.arrivals import Row, TraceWorkload
 from rackplan.simulator.cost import Calibration
+from rackplan.simulator.load import Load
 from rackplan.simulator.metrics import metrics_of
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, SimResult, simulate
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import SimResult, simulate
 
 _PREDICTED: Mapping[str, Callable[[dict[str, Any]], float]] = {
     "output throughput": lambda m: m["output_throughput_tok_s"],

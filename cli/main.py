@@ -19,8 +19,8 @@ from rackplan.cli.deploy import add_commands
 from rackplan.engine import GPUS, MODELS, DeployError, InfeasibleError, InputError, load_deployment
 
 if TYPE_CHECKING:
-    from rackplan.simulator.acceptance import Drafting
-    from rackplan.simulator.faults import Failure
+    from rackplan.simulator.failures import Failure
+    from rackplan.simulator.run_options import Drafting
 
 BAD_INPUT, INFEASIBLE, NOT_DEPLOYED, INTERRUPTED = 2, 3, 4, 130
 
@@ -196,7 +196,7 @@ def _drafting(thinking: str | None, spread: float | None, base: options.Base | N
     """What was given, else what `base` states, else the usual."""
     if thinking is not None:
         options.one_of("--thinking", thinking, ("on", "off"))
-    from rackplan.simulator.acceptance import Drafting
+    from rackplan.simulator.run_options import Drafting
 
     stated = (base.thinking, base.acceptance_spread) if base else (None, None)
     return Drafting(
@@ -210,7 +210,7 @@ def _failures(texts: Sequence[str], no_resubmit: bool) -> "tuple[Failure, ...]":
         if no_resubmit:
             raise InputError("--no-resubmit: has no effect without --fail; add --fail or leave it out")
         return ()
-    from rackplan.simulator.faults import parse_failure
+    from rackplan.simulator.failures import parse_failure
 
     return tuple(map(parse_failure, texts))
 

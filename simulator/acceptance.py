@@ -1,7 +1,6 @@
 """How many decode steps a request takes when each step yields 1 + accepted drafts."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,28 +9,6 @@ from rackplan.simulator.streams import Streams
 
 QUANTILES = 512
 """Equal shares of requests over which means are taken when the spread is set."""
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drafting:
-    """How a workload's text suits the draft. `thinking`: which of the model's measured acceptance lengths it has;
-    `acceptance_spread`: see Acceptance. Neither matters without drafts."""
-
-    thinking: bool = True
-    acceptance_spread: float = 0.0
-
-    def to_inputs(self) -> dict[str, bool | float]:
-        """Its fields by name."""
-        return {"thinking": self.thinking, "acceptance_spread": self.acceptance_spread}
-
-    def check_effect(self, draft_tokens: int) -> None:
-        """Raises InputError where something is set that nothing would come of."""
-        if draft_tokens == 0 and self != USUAL:
-            option = "--acceptance-spread" if self.thinking else "--thinking off"
-            raise InputError(f"{option}: has no effect without drafts; set speculation.draft_tokens or leave it out")
-
-
-USUAL = Drafting()
-
 
 class Acceptance:
     """Steps to yield a number of tokens, drawn once per request.

@@ -11,10 +11,11 @@ import numpy as np
 
 from rackplan.engine import Deployment, Pool
 from rackplan.engine.deployment import Speculation
-from rackplan.simulator.acceptance import Acceptance, Drafting
+from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.cost import STEADY, Calibration, PassedOn, PlacedAt, PoolCost, SharedTime
 from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.eplb_run import Served, served_by
+from rackplan.simulator.run_options import Drafting
 from rackplan.simulator.streams import Streams
 
 PROFILE_CONTEXT_TOKENS = 8192

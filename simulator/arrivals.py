@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rackplan.engine import InputError
-from rackplan.simulator.request import NS_PER_S, Load, Request, Source
+from rackplan.simulator.load import Load, Source
+from rackplan.simulator.request import NS_PER_S, Request
 from rackplan.simulator.streams import Streams
 
 MOONCAKE_BLOCK_TOKENS = 512

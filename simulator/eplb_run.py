@@ -13,40 +13,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from rackplan.engine import Deployment, InputError, Pool
+from rackplan.engine import Deployment, Pool
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.cost import STEADY, Calibration, PassedOn, PlacedAt, PoolCost, SharedTime
 from rackplan.simulator.request import NS_PER_MS, NS_PER_S
+from rackplan.simulator.run_options import ExpertRun
 
 if TYPE_CHECKING:  # takes long to import, and most runs need none of it
     from rackplan.simulator.rearrange import Rearrangement
 
 NEVER = 2**62
 """A step that no run comes to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRun:
-    """What happens to the experts in a run, of which no setting of the engine knows.
-
-    cold_start: they lie in blocks until the first rearrangement, as an engine starts; otherwise EPLB has placed them
-    before. eplb_off_s: no rearrangement starts from this time on. drift_per_step: see ExpertLoad. Raises InputError on
-    values out of range.
-    """
-
-    cold_start: bool = False
-    eplb_off_s: float = math.inf
-    drift_per_step: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.eplb_off_s >= 0:
-            raise InputError(f"eplb_off_s={self.eplb_off_s}: must be 0 or more seconds")
-        if not 0 <= self.drift_per_step < math.inf:
-            raise InputError(f"drift_per_step={self.drift_per_step}: must be 0 or more")
-
-
-STEADY_RUN = ExpertRun()
-"""EPLB has placed the experts before the run, and goes on."""
 
 
 class Served(NamedTuple):

@@ -11,7 +11,8 @@ import numpy as np
 
 from rackplan.engine import InputError
 from rackplan.simulator.arrivals import ClosedLoop, OpenLoop, check_load, gamma_times
-from rackplan.simulator.request import Load, Request, Source
+from rackplan.simulator.load import Load, Source
+from rackplan.simulator.request import Request
 from rackplan.simulator.streams import Streams
 
 _CHUNK = 4096

@@ -13,7 +13,8 @@ from itertools import count
 import numpy as np
 
 from rackplan.simulator.arrivals import check_load, gamma_times
-from rackplan.simulator.request import NS_PER_S, Load, Request, Source
+from rackplan.simulator.load import Load, Source
+from rackplan.simulator.request import NS_PER_S, Request
 from rackplan.simulator.session_tree import MAX_DELAY_S, SessionTree, service_s
 from rackplan.simulator.streams import Streams
 

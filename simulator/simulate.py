@@ -10,47 +10,32 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rackplan.engine import Deployment, InputError, MemoryPlan, Pool, check_memory
-from rackplan.simulator.acceptance import USUAL, Acceptance, Drafting
+from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.adaptive import Verification
 from rackplan.simulator.block_cache import BlockCache
 from rackplan.simulator.clock import Clock, Process, Sleeps
 from rackplan.simulator.cost import STEADY, Calibration
-from rackplan.simulator.eplb_run import STEADY_RUN, ExpertRun, eplb_of, served_by
-from rackplan.simulator.faults import Failure, Faults, check_failures
+from rackplan.simulator.eplb_run import eplb_of, served_by
+from rackplan.simulator.failures import check_failures
+from rackplan.simulator.faults import Faults
 from rackplan.simulator.frontend import TURNS
 from rackplan.simulator.garbage import rare_collections
 from rackplan.simulator.instance import Instance, TokenGaps
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_transfer import KvTransfers
 from rackplan.simulator.launches import DrawnLaunches
+from rackplan.simulator.load import Load, Source, Workload
 from rackplan.simulator.lossy_transfer import LossyTransfers
 from rackplan.simulator.pool import PoolOfInstances
 from rackplan.simulator.prefix_cache import SessionCache
-from rackplan.simulator.request import NS_PER_MS, NS_PER_S, Load, Request, Source, Workload
+from rackplan.simulator.request import NS_PER_MS, NS_PER_S, Request
 from rackplan.simulator.router import LeastRequests, make_router
+from rackplan.simulator.run_options import RunOptions
 from rackplan.simulator.scheduler import Sequence
 from rackplan.simulator.streams import Streams
 
 COLUMNS = 8
 """What is kept of each request that has ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """How to run. Arrivals stop after `duration_s`; what ends before `warmup_s` is not measured; `coalesce=False` takes
-    every step by itself (for tests: the results are the same). `drain`: run on until every request has ended.
-    `experts`: what happens to them in the run; `drafting`: how the requests' text suits the draft; `failures`:
-    instances that are lost for a while; `resubmit`: their requests without a token are sent again."""
-
-    duration_s: float = 600.0
-    warmup_s: float = 0.0
-    seed: int = 0
-    drain: bool = True
-    coalesce: bool = True
-    experts: ExpertRun = STEADY_RUN
-    drafting: Drafting = USUAL
-    failures: tuple[Failure, ...] = ()
-    resubmit: bool = True
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rackplan.engine import InputError
 from rackplan.simulator.lengths import LengthsWorkload
-from rackplan.simulator.request import Workload
+from rackplan.simulator.load import Workload
 from rackplan.simulator.traces import read_trace
 
 DEFAULT_SIGMA = 1.0

@@ -6,8 +6,9 @@ import numpy as np
 
 from rackplan.engine import Deployment, Pool, parse_deployment, plan_memory
 from rackplan.simulator.cost import STEADY, PlacedAt, SharedTime, ShortChunks, TransferCost
+from rackplan.simulator.load import Load, Source
 from rackplan.simulator.rearrange import Rearrangement
-from rackplan.simulator.request import Load, Request, Source
+from rackplan.simulator.request import Request
 from rackplan.simulator.streams import Streams
 
 

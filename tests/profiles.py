@@ -15,8 +15,9 @@ from rackplan.calibration.physics import Coefficients
 from rackplan.engine import Deployment, parse_deployment
 from rackplan.engine.forward_table import COLUMNS
 from rackplan.simulator.arrivals import Row, TraceWorkload
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.load import Load
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 
 TRUTH = {
     "step_fixed_ms": 2.5,

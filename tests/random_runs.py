@@ -7,9 +7,11 @@ from typing import Any
 from models import FakeCalibration, GivenRequests, LinearCost, with_kv_tokens
 
 from rackplan.engine import Deployment, parse_deployment
+from rackplan.simulator.load import Load
 from rackplan.simulator.metrics import Measured, gpu_time_share, metrics_of
-from rackplan.simulator.request import Load, Request
-from rackplan.simulator.simulate import RunOptions, SimResult, simulate
+from rackplan.simulator.request import Request
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import SimResult, simulate
 
 POLICIES = ("round_robin", "least_requests", "least_tokens", "prefix_affinity")
 ARRAYS = ("arrival_ns", "first_token_ns", "finish_ns", "input_tokens", "cached_tokens", "scheduled_ns", "request_id")

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, requests
 
 from rackplan.engine import MODELS, InputError, parse_deployment
-from rackplan.simulator.acceptance import Acceptance, Drafting, moments
+from rackplan.simulator.acceptance import Acceptance, moments
+from rackplan.simulator.load import Load
 from rackplan.simulator.metrics import metrics_of
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.run_options import Drafting, RunOptions
+from rackplan.simulator.simulate import simulate
 from rackplan.simulator.streams import Streams
 
 V41 = MODELS["deepseek-v4.1-flash"]

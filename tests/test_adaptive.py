@@ -12,13 +12,15 @@ from random_runs import digest_of, random_deployment, random_requests
 from rackplan.calibration.library import load_calibration
 from rackplan.engine import InputError, parse_deployment
 from rackplan.engine.flags import speculation_flags
-from rackplan.simulator.acceptance import USUAL, Acceptance
+from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.adaptive import Verification
 from rackplan.simulator.decode_batch import DecodeBatch
+from rackplan.simulator.load import Load
 from rackplan.simulator.prefix_cache import SessionCache
-from rackplan.simulator.request import Load, Request
+from rackplan.simulator.request import Request
+from rackplan.simulator.run_options import USUAL, RunOptions
 from rackplan.simulator.scheduler import Rank, Sequence
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.simulate import simulate
 from rackplan.simulator.streams import Streams
 
 ADAPTIVE = {"draft_tokens": 5, "enable_adaptive_verification": True}

@@ -8,10 +8,11 @@ import pytest
 from models import FakeCalibration, LinearCost, disaggregated
 
 from rackplan.simulator.agentx import AGENTX, generate_trees, published, session_statistics
+from rackplan.simulator.load import Load
 from rackplan.simulator.metrics import metrics_of
-from rackplan.simulator.request import Load
+from rackplan.simulator.run_options import RunOptions
 from rackplan.simulator.session_tree import SessionTree
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.simulate import simulate
 from rackplan.simulator.streams import Streams
 from rackplan.simulator.workloads import parse_workload
 

@@ -23,9 +23,10 @@ from rackplan.calibration.validate import validate
 from rackplan.cli.main import app, execute
 from rackplan.cli.validation_report import predicted_over_measured, render_validation
 from rackplan.engine import InputError, parse_deployment
+from rackplan.simulator.load import Load
 from rackplan.simulator.metrics import Measured
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 
 TINY = "tiny.json"
 

@@ -11,11 +11,11 @@ from rackplan.calibration.library import load_calibration
 from rackplan.engine import InputError, parse_deployment
 from rackplan.simulator.cost import PlacedAt, SharedTime
 from rackplan.simulator.eplb import Placement, eplb_placement, linear_placement, start_placement
-from rackplan.simulator.eplb_run import ExpertRun
 from rackplan.simulator.expert_load import Balancing, ExpertLoad
+from rackplan.simulator.load import Load
 from rackplan.simulator.rearrange import most_moved, moved_per_layer
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.run_options import ExpertRun, RunOptions
+from rackplan.simulator.simulate import simulate
 
 V41, GB300 = "deepseek-v4.1-flash", "gb300"
 

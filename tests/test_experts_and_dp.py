@@ -9,9 +9,10 @@ from rackplan.calibration.published import draft_sigma, target_sigma
 from rackplan.calibration.validate import CHECKS
 from rackplan.engine import Deployment, InputError, parse_deployment
 from rackplan.simulator.expert_load import expert_balancedness
+from rackplan.simulator.load import Load
 from rackplan.simulator.ranks import Ranks
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, SimResult, simulate
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import SimResult, simulate
 from rackplan.simulator.workloads import parse_workload
 from rackplan.tuner.evaluate import simulate_document
 from rackplan.tuner.whatif import compare

@@ -11,10 +11,11 @@ from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disag
 
 from rackplan.cli.main import app, execute
 from rackplan.engine import Deployment, InputError, parse_deployment
-from rackplan.simulator.faults import START_UP_S, Failure, parse_failure
+from rackplan.simulator.failures import START_UP_S, Failure, parse_failure
+from rackplan.simulator.load import Load
 from rackplan.simulator.metrics import gpu_time_share
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 
 POLICIES = ("round_robin", "random", "least_requests", "least_tokens", "prefix_affinity", "session_affinity")
 

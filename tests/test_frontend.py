@@ -18,8 +18,9 @@ from rackplan.calibration.served_log import _seen_s, _way_in_ms, front_of, host_
 from rackplan.calibration.serving import replay_served
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.frontend import TURNS
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.load import Load
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 
 
 def run(token_ms, turn_ms=2.0, reqs=None, coalesce=True, seed=0, dep=1, chunk=128):

@@ -11,10 +11,12 @@ from rackplan.engine import InputError, parse_deployment, plan_memory
 from rackplan.engine.placement import Placement
 from rackplan.engine.serving import server_commands
 from rackplan.simulator.host_tier import HostTier
+from rackplan.simulator.load import Load
 from rackplan.simulator.prefix_cache import SessionCache
-from rackplan.simulator.request import Load, Request
+from rackplan.simulator.request import Request
+from rackplan.simulator.run_options import RunOptions
 from rackplan.simulator.scheduler import Given, Rank, Sequence, plan_rank
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.simulate import simulate
 
 CUDA = Placement(hosts=("h0", "h1", "h2"), model="m")
 LONG = 3000

@@ -21,8 +21,9 @@ from rackplan.calibration.served import (
 )
 from rackplan.simulator.cost import ShortChunks, chunk_work
 from rackplan.simulator.launches import DrawnLaunches
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.load import Load
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 
 SPREAD = (0.7, 0.9, 1.0, 1.1, 1.3)
 

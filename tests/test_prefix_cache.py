@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, aggregated, with_kv_tokens
 
 from rackplan.simulator.block_cache import BlockCache
+from rackplan.simulator.load import Load
 from rackplan.simulator.prefix_cache import BLOCK_TOKENS, PrefixCache, SessionCache, usable_hit
-from rackplan.simulator.request import Load, Request
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.request import Request
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 
 
 class Blocks:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from models import FakeCalibration, GivenRequests, ServiceCost, aggregated, requests
 
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.load import Load
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 
 SERVICE_MS = 10.0
 """10,000 tokens at a microsecond each."""

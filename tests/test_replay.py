@@ -18,9 +18,10 @@ from rackplan.calibration.serving import replay_served
 from rackplan.calibration.validate import HELD_OUT, held_out_pct, validate
 from rackplan.engine import InputError, parse_deployment
 from rackplan.simulator.agentx import AGENTX
+from rackplan.simulator.load import Load
 from rackplan.simulator.metrics import gpu_time_share
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 from rackplan.simulator.step import overlap_ms, step_wall_ms
 
 

@@ -9,10 +9,12 @@ from models import FakeCalibration, GivenRequests, aggregated, disaggregated, re
 from rackplan.engine import InputError
 from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.decode_batch import DecodeBatch
+from rackplan.simulator.load import Load
 from rackplan.simulator.prefix_cache import SessionCache
-from rackplan.simulator.request import Load, Request
+from rackplan.simulator.request import Request
+from rackplan.simulator.run_options import RunOptions
 from rackplan.simulator.scheduler import Rank, Sequence
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.simulate import simulate
 from rackplan.simulator.streams import Streams
 
 

@@ -16,13 +16,13 @@ from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disag
 
 from rackplan.engine import parse_deployment
 from rackplan.engine.deployment import RouterPolicy
-from rackplan.simulator.acceptance import USUAL, Drafting
 from rackplan.simulator.cost import TransferCost
-from rackplan.simulator.eplb_run import ExpertRun
 from rackplan.simulator.kv_transfer import steps_waited
+from rackplan.simulator.load import Load
 from rackplan.simulator.metrics import PERCENTILES, batch_intervals, gpu_time_share, metrics_of, percentiles
-from rackplan.simulator.request import Load, Request
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.request import Request
+from rackplan.simulator.run_options import USUAL, Drafting, ExpertRun, RunOptions
+from rackplan.simulator.simulate import simulate
 from rackplan.simulator.step import overlap_one_ms
 
 DRAFTING = (USUAL, Drafting(thinking=False, acceptance_spread=0.1))

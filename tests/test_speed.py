@@ -15,8 +15,9 @@ import pytest
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disaggregated, requests
 
 from rackplan.engine import Deployment
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.load import Load
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

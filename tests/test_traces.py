@@ -16,11 +16,13 @@ from models import FakeCalibration, aggregated
 from rackplan.engine import InputError
 from rackplan.simulator.arrivals import TraceWorkload
 from rackplan.simulator.block_cache import BlockCache
+from rackplan.simulator.load import Load
 from rackplan.simulator.prefix_cache import SessionCache
-from rackplan.simulator.request import NS_PER_S, Load, Request
+from rackplan.simulator.request import NS_PER_S, Request
+from rackplan.simulator.run_options import RunOptions
 from rackplan.simulator.session_tree import SessionTree, Turn
 from rackplan.simulator.sessions import SessionWorkload
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.simulate import simulate
 from rackplan.simulator.streams import Streams
 from rackplan.simulator.traces import read_trace
 from rackplan.simulator.workloads import parse_workload

@@ -14,8 +14,8 @@ from test_model_folder import QWEN3_MOE
 from rackplan.engine import InputError, gpu_spec
 from rackplan.engine.placement import Placement
 from rackplan.engine.serving import server_commands
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions
+from rackplan.simulator.load import Load
+from rackplan.simulator.run_options import RunOptions
 from rackplan.tuner.capacity import Corrections, estimate
 from rackplan.tuner.demand import play_demand
 from rackplan.tuner.economics import PRICES_USD_PER_M_TOKENS, economics_of

@@ -28,7 +28,7 @@ from rackplan.engine.manifests import render_cluster
 from rackplan.engine.parser_table import check_command, parser_table
 from rackplan.engine.placement import Placement
 from rackplan.engine.serving import server_commands
-from rackplan.simulator.acceptance import Drafting
+from rackplan.simulator.run_options import Drafting
 from rackplan.simulator.workloads import parse_workload
 from rackplan.tuner.binding import STRANDED
 from rackplan.tuner.demand import play_demand

@@ -18,8 +18,9 @@ from models import (
 
 from rackplan.calibration.library import load_calibration
 from rackplan.engine import parse_deployment
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions, SimResult, simulate
+from rackplan.simulator.load import Load
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import SimResult, simulate
 from rackplan.simulator.workloads import parse_workload
 
 

@@ -7,9 +7,11 @@ import pytest
 from models import GivenRequests, aggregated
 
 from rackplan.calibration.library import load_calibration
+from rackplan.simulator.load import Load
 from rackplan.simulator.metrics import Measured
-from rackplan.simulator.request import Load, Request
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.request import Request
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 from rackplan.simulator.workloads import parse_workload
 from rackplan.tuner.operating_point import find_operating_point
 from rackplan.tuner.probe import Probe, merge, run_once

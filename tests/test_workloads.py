@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from rackplan.engine import InputError
 from rackplan.simulator.arrivals import gamma_times
-from rackplan.simulator.request import NS_PER_S, Load, Request, Source
+from rackplan.simulator.load import Load, Source
+from rackplan.simulator.request import NS_PER_S, Request
 from rackplan.simulator.session_tree import MAX_DELAY_S, SessionTree, Stream, Turn
 from rackplan.simulator.sessions import SessionSource
 from rackplan.simulator.streams import Streams

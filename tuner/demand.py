@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from rackplan.engine import InputError
 from rackplan.simulator.arrivals import TraceWorkload
-from rackplan.simulator.request import NS_PER_S, Load, Request, Workload
+from rackplan.simulator.load import Load, Workload
+from rackplan.simulator.request import NS_PER_S, Request
 from rackplan.simulator.streams import Streams
 
 _SAMPLE_LOAD = 256

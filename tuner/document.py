@@ -2,7 +2,7 @@
 
 from rackplan import __version__
 from rackplan.calibration.file import CalibrationFile
-from rackplan.simulator.request import Load
+from rackplan.simulator.load import Load
 from rackplan.tuner.probe import Probe
 
 

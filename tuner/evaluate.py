@@ -11,12 +11,10 @@ from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import default_calibration, load_calibration
 from rackplan.engine import Deployment, InfeasibleError, InputError, check_memory
 from rackplan.engine.deployment import DpSync
-from rackplan.simulator.acceptance import USUAL, Drafting
 from rackplan.simulator.arrivals import TraceWorkload
-from rackplan.simulator.eplb_run import STEADY_RUN, ExpertRun
-from rackplan.simulator.faults import Failure
-from rackplan.simulator.request import Load, Workload
-from rackplan.simulator.simulate import RunOptions
+from rackplan.simulator.failures import Failure
+from rackplan.simulator.load import Load, Workload
+from rackplan.simulator.run_options import STEADY_RUN, USUAL, Drafting, ExpertRun, RunOptions
 from rackplan.simulator.workloads import parse_workload
 from rackplan.tuner.binding import warnings_of
 from rackplan.tuner.document import deployment_document, load_document, provenance_of

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from rackplan import __version__
 from rackplan.engine import Deployment, InputError
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions
+from rackplan.simulator.load import Load
+from rackplan.simulator.run_options import RunOptions
 from rackplan.tuner.binding import binding_of, error_warning, grown, warnings_of
 from rackplan.tuner.demand import Demand, load_of, play_demand
 from rackplan.tuner.document import deployment_document, load_document, provenance_of

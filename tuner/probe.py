@@ -5,6 +5,7 @@ from typing import Any
 
 from rackplan.engine import Deployment
 from rackplan.simulator.cost import Calibration
+from rackplan.simulator.load import Load, Workload
 from rackplan.simulator.metrics import (
     batch_intervals,
     combine,
@@ -14,8 +15,8 @@ from rackplan.simulator.metrics import (
     pool_reports,
     utilization,
 )
-from rackplan.simulator.request import Load, Workload
-from rackplan.simulator.simulate import RunOptions, simulate
+from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from functools import cached_property
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import default_calibration, load_calibration
 from rackplan.engine import GpuSpec, InputError, ModelSpec, gpu_spec, model_spec
-from rackplan.simulator.acceptance import USUAL, Drafting
-from rackplan.simulator.request import Workload
+from rackplan.simulator.load import Workload
+from rackplan.simulator.run_options import USUAL, Drafting
 from rackplan.simulator.workloads import parse_workload
 from rackplan.tuner.slo import Slo
 

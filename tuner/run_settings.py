@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from rackplan.engine import Deployment, InputError
-from rackplan.simulator.eplb_run import ExpertRun
+from rackplan.simulator.run_options import ExpertRun
 
 PREFIX = "run."
 """Of a what-if's keys that are of the run."""

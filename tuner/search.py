@@ -12,7 +12,7 @@ import optuna
 
 from rackplan.engine import Deployment
 from rackplan.engine.flags import kv_transfer_modes
-from rackplan.simulator.simulate import RunOptions
+from rackplan.simulator.run_options import RunOptions
 from rackplan.tuner.demand import Demand, is_open_loop
 from rackplan.tuner.operating_point import OperatingPoint
 from rackplan.tuner.request import PlanRequest

@@ -5,8 +5,8 @@ from typing import Any
 import yaml
 
 from rackplan.engine import Deployment, Eplb, InputError, parse_deployment
-from rackplan.simulator.acceptance import USUAL, Drafting
-from rackplan.simulator.faults import Failure
+from rackplan.simulator.failures import Failure
+from rackplan.simulator.run_options import USUAL, Drafting
 from rackplan.tuner.evaluate import simulate_document
 from rackplan.tuner.run_settings import CONDITIONS, PREFIX, expert_run, run_document
 

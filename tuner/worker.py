@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from rackplan.engine import Deployment
-from rackplan.simulator.request import Load
-from rackplan.simulator.simulate import RunOptions
+from rackplan.simulator.load import Load
+from rackplan.simulator.run_options import RunOptions
 from rackplan.tuner.demand import is_open_loop, load_of
 from rackplan.tuner.operating_point import OperatingPoint, find_operating_point
 from rackplan.tuner.probe import Probe, merge, run_once
