@@ -125,10 +125,8 @@ def order_loads(gpus: int) -> dict[str, list[Load]]:
     found = {}
     for plan in PLANS:
         those = ordered(plan, gpus)
-        found[plan] = [
-            Load(name=f"{o.name}_warm", port=o.port, rate=15 * gpus, prompts=12 * gpus, seed=SEED, metrics=(), kept=False)
-            for o in those
-        ]
+        few = {"rate": 15 * gpus, "prompts": 12 * gpus, "seed": SEED, "metrics": (), "kept": False}
+        found[plan] = [Load(name=f"{o.name}_warm", port=o.port, **few) for o in those]
         found[plan] += [
             Load(
                 name=f"{o.name}_r{rate * gpus}_{turn}",

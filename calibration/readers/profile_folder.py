@@ -18,7 +18,7 @@ from rackplan.engine.profile import Profile as Identity
 from rackplan.engine.profile import ServedRun as PlannedRun
 from rackplan.engine.profile import read_profile as read_identity
 
-_WANTED = f"the folder of a profile, with {FILE} and forward_dep1.csv in it"
+WANTED = f"the folder of a profile, with {FILE} and forward_dep1.csv in it"
 
 
 _FORWARD: dict[str, Callable[[Path], list[Row]]] = {".csv": forward_rows, ".json": read_bench_forward}
@@ -51,11 +51,13 @@ class Profile:
 
 
 def read_profile(folder: Path) -> Profile:
-    """Raises InputError with file and row: nothing is taken from a folder of which a part is damaged."""
+    """`rows` is empty where served runs alone were measured: enough to compare with, not to fit to.
+
+    Raises InputError with file and row: nothing is taken from a folder of which a part is damaged."""
     identity = read_identity(folder)
     tables = sorted(f for f in folder.glob("forward_dep*") if f.suffix in _FORWARD)
-    if not tables:
-        raise InputError(f"{folder}: has no forward_dep*.csv; give {_WANTED}")
+    if not tables and not any(run.status == "done" for run in identity.runs):
+        raise InputError(f"{folder}: has no forward_dep*.csv; give {WANTED}")
     rows = [row for table in tables for row in _FORWARD[table.suffix](table)]
     runs: dict[bool, list[ProfileRun]] = {False: [], True: []}  # by decode_only
     files = [t.name for t in tables]
