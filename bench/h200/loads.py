@@ -13,7 +13,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from parts import Load
+from parts import INPUT_TOKENS, OUTPUT_TOKENS, Load
 from plans import loads, servers
 from servers import healthy
 
@@ -30,9 +30,9 @@ def bench_args(load: Load, model: str, out: Path) -> list[str]:
             "--dataset-name",
             "random",
             "--random-input-len",
-            "2048",
+            str(INPUT_TOKENS),
             "--random-output-len",
-            "256",
+            str(OUTPUT_TOKENS),
             *rate,
             "--ignore-eos",
         ),

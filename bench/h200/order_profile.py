@@ -1,5 +1,5 @@
 """Turns what order.py's plans measured into a profile folder, which `rackplan calibration validate --against` reads.
-Run: `order_profile.py RESULTS DEST --gpus N`.
+Run: `order_profile.py DEST RESULTS... --gpus N`; RESULTS of more than one machine are put together.
 
 DEST gets serve_NAME.json.gz and, cut to each load, the step logs steps_NAME.ROLE-i.dpN.jsonl.gz of its servers;
 profile.json with the deployment of each load as rackplan simulates it; runs.json (commands, environment, versions).
@@ -14,11 +14,10 @@ from typing import Any
 
 from collect import MACHINE, MODEL, load_json
 from order import PLANS, Ordered, order_loads, ordered
-from parts import Load
+from parts import INPUT_TOKENS, OUTPUT_TOKENS, Load
 
 from rackplan.engine.profile import FILE, Profile, ServedRun
 
-INPUT_TOKENS, OUTPUT_TOKENS = 2048, 256
 
 
 def cut_steps(log: Path, begin_s: float, end_s: float) -> str:
@@ -73,20 +72,21 @@ def identity(known: dict[str, Any], command: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("raw", type=Path)
     parser.add_argument("dest", type=Path)
+    parser.add_argument("raw", type=Path, nargs="+")
     parser.add_argument("--gpus", type=int, default=2)
     args = parser.parse_args()
     args.dest.mkdir(parents=True, exist_ok=True)
     runs = []
-    for plan in PLANS:
-        at = {o.port: o for o in ordered(plan, args.gpus)}
-        for load in order_loads(args.gpus)[plan]:
-            if (args.raw / f"bench_serve_{load.name}.json.gz").exists():
-                runs.append(run_of(load, at[load.port], args.raw, args.dest))
     known: dict[str, Any] = {}
-    for path in [args.raw / "servers.run.json", *(args.raw / f"loads_{plan}.run.json" for plan in PLANS)]:
-        known |= load_json(path) if path.exists() else {}
+    for raw in args.raw:
+        for plan in PLANS:
+            at = {o.port: o for o in ordered(plan, args.gpus)}
+            done = [x for x in order_loads(args.gpus)[plan] if (raw / f"bench_serve_{x.name}.json.gz").exists()]
+            runs += [run_of(load, at[load.port], raw, args.dest) for load in done]
+            record = raw / f"loads_{plan}.run.json"
+            known |= load_json(record) if record.exists() else {}
+        known |= load_json(raw / "servers.run.json")
     command = f"bench/h200/campaign.sh {' and '.join(PLANS)}, {args.gpus} GPUs"
     profile = Profile(**identity(known, command), runs=runs)
     (args.dest / FILE).write_text(profile.model_dump_json(indent=1) + "\n")

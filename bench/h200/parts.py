@@ -54,9 +54,12 @@ def aggregated(gpu: int, port: int, tokens: int, captured: int, kv: int = 6) -> 
     return Server(gpus=(gpu,), port=port, args=(*budget(tokens), *kv_gib(kv), *capture))
 
 
+INPUT_TOKENS, OUTPUT_TOKENS = 2048, 256
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """One `vllm bench serve` run: random 2048/256, Poisson. `spread`: lengths within +- this fraction.
+    """One `vllm bench serve` run: random INPUT_TOKENS/OUTPUT_TOKENS, Poisson. `spread`: lengths within +- this fraction.
 
     `metrics`: servers whose counters are read after it. A load that is not `kept` only warms up.
     """
