@@ -19,7 +19,6 @@ from parts import INPUT_TOKENS, OUTPUT_TOKENS, Load
 from rackplan.engine.profile import FILE, Profile, ServedRun
 
 
-
 def cut_steps(log: Path, begin_s: float, end_s: float) -> str:
     """The configuration and the steps that were scheduled in that time."""
     config, *steps = log.read_text().splitlines(keepends=True)

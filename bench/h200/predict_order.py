@@ -1,5 +1,5 @@
-"""What rackplan says of order.py's plans before anything is measured: a table in Markdown, one row a deployment and rate.
-Run: `predict_order.py --gpus N [--calibration NAME]`.
+"""What rackplan says of order.py's plans before anything is measured: a table in Markdown.
+Run: `predict_order.py --gpus N [--calibration NAME]`; one row a deployment and rate.
 
 `vllm bench serve` draws its arrivals from NumPy's global generator and stretches them to prompts / rate seconds, so a
 seed's arrivals are known beforehand; the two turns of a rate are averaged.
