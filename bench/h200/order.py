@@ -121,7 +121,8 @@ def router_config(of: Ordered, gpus: int) -> str:
 
 def order_loads(gpus: int) -> dict[str, list[Load]]:
     """By plan: a warm-up of each deployment; then, in turns, each rate on all of them, one after the other, so that
-    what is compared lies near in time. A rate's prompts and arrivals are the same for all in a turn."""
+    what is compared lies near in time. A rate's prompts and arrivals are always the same: what its repeats differ by is
+    the measurement's own."""
     found = {}
     for plan in PLANS:
         those = ordered(plan, gpus)
@@ -133,7 +134,7 @@ def order_loads(gpus: int) -> dict[str, list[Load]]:
                 port=o.port,
                 rate=rate * gpus,
                 prompts=prompts * gpus,
-                seed=SEED + 10 * turn + i,
+                seed=SEED + 1 + i,
                 metrics=tuple(o.servers.values()),
             )
             for turn in range(1, TURNS + 1)

@@ -61,7 +61,8 @@ INPUT_TOKENS, OUTPUT_TOKENS = 2048, 256
 class Load:
     """One `vllm bench serve` run: random INPUT_TOKENS/OUTPUT_TOKENS, Poisson.
 
-    `spread`: lengths within +- this fraction. `metrics`: servers whose counters are read after it. A load that is not `kept` only warms up.
+    `spread`: lengths within +- this fraction. `metrics`: servers whose counters are read after it. A load that is not
+    `kept` only warms up.
     """
 
     name: str

@@ -2,7 +2,7 @@
 Run: `predict_order.py --gpus N [--calibration NAME]`; one row a deployment and rate.
 
 `vllm bench serve` draws its arrivals from NumPy's global generator and stretches them to prompts / rate seconds, so a
-seed's arrivals are known beforehand; the two turns of a rate are averaged.
+seed's arrivals are known beforehand. Turns have the same, so the first tells all.
 """
 
 import argparse
@@ -45,16 +45,15 @@ def main() -> None:
     args = parser.parse_args()
     calibration = load_calibration(args.calibration)
     print("| load, req/s | deployment |", " | ".join(SHOWN), "|\n|---|---|" + "---|" * len(SHOWN))
-    rows = {}
+    rows = []
     for plan in PLANS:
         at = {o.port: o for o in ordered(plan, args.gpus)}
         for load in order_loads(args.gpus)[plan]:
-            if load.kept:
+            if load.kept and load.name.endswith("_1"):
                 found = predicted_metrics(arrivals(load), at[load.port].deployment, calibration)
-                rows.setdefault((load.rate, at[load.port].name), []).append(found)
-    for (rate, name), turns in sorted(rows.items(), key=lambda item: item[0][0]):
-        means = {metric: float(np.mean([t[metric] for t in turns])) for metric in SHOWN}
-        print(f"| {rate:g} | {name} |", " | ".join(f"{means[m]:,.{d}f}" for m, d in SHOWN.items()), "|", flush=True)
+                rows.append((load.rate, at[load.port].name, [f"{found[m]:,.{d}f}" for m, d in SHOWN.items()]))
+    for rate, name, cells in sorted(rows, key=lambda row: row[0]):
+        print(f"| {rate:g} | {name} |", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

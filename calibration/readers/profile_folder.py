@@ -27,12 +27,14 @@ _FORWARD: dict[str, Callable[[Path], list[Row]]] = {".csv": forward_rows, ".json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRun:
-    """One served run that is done. `logs`: by server ("" where there is one), the step logs of its ranks in order."""
+    """One served run that is done. `logs`: by server ("" where there is one), the step logs of its ranks in order.
+    `load`: its arrivals and lengths in words, None where its plan states no arrivals."""
 
     name: str
     path: Path
     deployment: Deployment
     rate_req_s: float
+    load: str | None
     served: ServedRun
     logs: dict[str, tuple[StepLog, ...]]
 
@@ -100,10 +102,19 @@ def _served(folder: Path, run: PlannedRun, where: str) -> tuple[ProfileRun, list
         path=path,
         deployment=parse_deployment(run.deployment, where),
         rate_req_s=run.rate_req_s or (len(served.start_s) - 1) / max(span_s, 1e-3),
+        load=_load(run),
         served=served,
         logs=logs,
     )
     return found, [path.name, *log_names]
+
+
+def _load(run: PlannedRun) -> str | None:
+    if run.rate_req_s is None and run.concurrency is None:
+        return None
+    arrivals = f"{run.rate_req_s:g} req/s" if run.rate_req_s else f"{run.concurrency} in flight"
+    lengths = ((run.input_tokens, "tokens in"), (run.output_tokens, "out"))
+    return ", ".join([arrivals, *(f"{n:,} {what}" for n, what in lengths if n)])
 
 
 def _logs(folder: Path, name: str) -> tuple[dict[str, tuple[StepLog, ...]], list[str]]:
