@@ -18,7 +18,7 @@ from plans import loads, servers
 from servers import healthy
 
 DROPPED = ("generated_texts",)
-ENDS_S = 10
+ENDS_S = 15
 """Beyond its arrivals, what a load takes: its prompts are made, its last requests end, its result is kept."""
 
 

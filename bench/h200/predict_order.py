@@ -49,7 +49,7 @@ def main() -> None:
     for plan in PLANS:
         at = {o.port: o for o in ordered(plan, args.gpus)}
         for load in order_loads(args.gpus)[plan]:
-            if load.kept and load.name.endswith("_1"):
+            if load.name.endswith("_1"):
                 found = predicted_metrics(arrivals(load), at[load.port].deployment, calibration)
                 rows.append((load.rate, at[load.port].name, [f"{found[m]:,.{d}f}" for m, d in SHOWN.items()]))
     for rate, name, cells in sorted(rows, key=lambda row: row[0]):
