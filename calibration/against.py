@@ -12,7 +12,8 @@ from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.physics import PhysicalCost
 from rackplan.calibration.profile_client import as_run
-from rackplan.calibration.readers.profile_folder import Profile, read_profile
+from rackplan.calibration.rank_order import RankedRun, deployment_label, rank_orders
+from rackplan.calibration.readers.profile_folder import Profile, ProfileRun, read_profile
 from rackplan.calibration.readers.served import read_served_runs
 from rackplan.calibration.records import METRICS, ServedRun
 from rackplan.calibration.rows import Row as StepRow
@@ -21,7 +22,8 @@ from rackplan.engine import Deployment, InputError
 
 
 def validate_against(name: str, files: Sequence[Path], deployment: Deployment | None) -> dict[str, Any]:
-    """{"name", "rows", "by_metric", "summary"}, all rows checks: each run replayed and compared.
+    """{"name", "rows", "by_metric", "summary", "rank_order"}, all rows checks: each run replayed and compared; where
+    profiles have two or more deployments under the same load, their rank order (rank_order.py).
 
     `files`: results of any client that readers/served.py knows, replayed on `deployment`; or profile folders, whose
     exact batches are compared too and whose runs name their own deployments. Raises InputError as the readers do,
@@ -29,15 +31,20 @@ def validate_against(name: str, files: Sequence[Path], deployment: Deployment | 
     """
     calibration = load_calibration(name)
     rows: list[Row] = []
+    served: list[tuple[ProfileRun, list[Row]]] = []
     for path in files:
         if path.is_dir():
-            rows += _profile_rows(calibration, read_profile(path))
+            profile = read_profile(path)
+            found = _served_rows(calibration, profile)
+            rows += [*_exact_rows(calibration, profile), *(r for _, mine in found for r in mine)]
+            served += found
             continue
         if deployment is None:
             raise InputError(f"--against {path}: needs --deployment, what its runs ran on")
         for id, run in read_served_runs(path):
             rows += _run_rows(calibration, id, run, deployment, str(path))
-    return {"name": name, "rows": rows, "by_metric": by_metric(rows), "summary": summary(rows)}
+    orders = rank_orders(_ranked_runs(served))
+    return {"name": name, "rows": rows, "by_metric": by_metric(rows), "summary": summary(rows), "rank_order": orders}
 
 
 def _run_rows(calibration: FittedCalibration, id: str, run: ServedRun, deployment: Deployment, where: str) -> list[Row]:
@@ -47,15 +54,37 @@ def _run_rows(calibration: FittedCalibration, id: str, run: ServedRun, deploymen
     return [row(id, m.name, m.unit, m.measured, m.predicted, "check") for m in found]
 
 
-def _profile_rows(calibration: FittedCalibration, profile: Profile) -> list[Row]:
-    rows = [
+def _exact_rows(calibration: FittedCalibration, profile: Profile) -> list[Row]:
+    predicted_ms = exact_batch_ms(calibration, profile.rows)
+    return [
         row(r.id, r.metric, "ms", r.measured_ms, float(ms), "check")
-        for r, ms in zip(profile.rows, exact_batch_ms(calibration, profile.rows), strict=True)
+        for r, ms in zip(profile.rows, predicted_ms, strict=True)
     ]
+
+
+def _served_rows(calibration: FittedCalibration, profile: Profile) -> list[tuple[ProfileRun, list[Row]]]:
     wall = profile.identity.time_kind == "wall"
-    for run in profile.runs:
-        rows += _run_rows(calibration, run.name, run.served, as_run(run, wall), str(run.path))
-    return rows
+    return [
+        (run, _run_rows(calibration, run.name, run.served, as_run(run, wall), str(run.path))) for run in profile.runs
+    ]
+
+
+def _ranked_runs(served: Sequence[tuple[ProfileRun, list[Row]]]) -> list[RankedRun]:
+    """Runs whose load is stated. Unlike deployments never share a label."""
+    labels: dict[Deployment, str] = {}
+    for run, _ in served:
+        if run.deployment not in labels:
+            label = deployment_label(run.deployment)
+            labels[run.deployment] = f"{label} ({run.name})" if label in labels.values() else label
+    return [
+        RankedRun(
+            load=run.load,
+            deployment=labels[run.deployment],
+            metrics={r["metric"]: (r["measured"], r["predicted"]) for r in mine},
+        )
+        for run, mine in served
+        if run.load
+    ]
 
 
 def exact_batch_ms(calibration: FittedCalibration, rows: Sequence[StepRow]) -> np.ndarray:

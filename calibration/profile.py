@@ -17,9 +17,10 @@ from rackplan.calibration.physics import Coefficients
 from rackplan.calibration.profile_client import NO_TRANSFER, with_frontend, with_transfer
 from rackplan.calibration.profile_gpu import gpu_fit_of
 from rackplan.calibration.profile_terms import coefficients_of
-from rackplan.calibration.readers.profile_folder import Profile, read_profile
+from rackplan.calibration.readers.profile_folder import WANTED, Profile, read_profile
 from rackplan.calibration.rows import Row
 from rackplan.calibration.served import decode_intervals_ms
+from rackplan.engine import InputError
 
 
 def fit_profile(folder: Path, name: str) -> CalibrationFile:
@@ -28,6 +29,8 @@ def fit_profile(folder: Path, name: str) -> CalibrationFile:
     Raises InputError with file and row on bad input, and where there are too few rows for a fit.
     """
     profile = read_profile(folder)
+    if not profile.rows:
+        raise InputError(f"{folder}: has no exact batches to fit to; give {WANTED}")
     identity = profile.identity
     rows = [*profile.rows, *(_served_rows(profile) if identity.time_kind == "gpu" else [])]
     fit = gpu_fit_of(identity.model, identity.gpu, rows, _capture_size(profile))

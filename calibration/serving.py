@@ -55,20 +55,22 @@ def replay(run: ServedRun, deployment: Deployment, calibration: Calibration, see
     return simulate(deployment, workload, Load(), calibration, RunOptions(duration_s=float("inf"), seed=seed))
 
 
-def replay_served(run: ServedRun, deployment: Deployment, calibration: FittedCalibration) -> list[ServedMetric]:
-    """The metrics that the client was asked for, in METRICS' order, against those of the replay: where launches are
-    drawn, the mean of DRAWS replays.
+def predicted_metrics(run: ServedRun, deployment: Deployment, calibration: FittedCalibration) -> dict[str, float]:
+    """By name, all of METRICS, of the run's replay: where launches are drawn, the mean of DRAWS replays.
 
     Raises InputError where the deployment is not the calibration's."""
     seeds = range(DRAWS if calibration.coefficients.launch_quantiles else 1)
     runs = [metrics_of(replay(run, deployment, calibration, seed)) for seed in seeds]
+    return {name: float(np.mean([of(m) for m in runs])) for name, of in _PREDICTED.items()}
+
+
+def replay_served(run: ServedRun, deployment: Deployment, calibration: FittedCalibration) -> list[ServedMetric]:
+    """The metrics that the client was asked for, in METRICS' order, against those of the replay.
+
+    Raises InputError as `predicted_metrics` does."""
+    predicted = predicted_metrics(run, deployment, calibration)
     return [
-        ServedMetric(
-            name=name,
-            unit=unit,
-            measured=run.metrics[name],
-            predicted=float(np.mean([_PREDICTED[name](m) for m in runs])),
-        )
+        ServedMetric(name=name, unit=unit, measured=run.metrics[name], predicted=predicted[name])
         for name, unit in METRICS.items()
         if name in run.metrics
     ]

@@ -178,7 +178,6 @@ def _all_gather_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
 def _figure_row(id: str, predicted: float, assumption: str = "", role: str | None = None) -> dict[str, Any]:
     """A figure that is a range says so: its error is against the middle."""
     figure = figures()[id]
-    figure = figures()[id]
     stated = [f"{figure.text} was stated"] if " to " in figure.text else []
     notes = "; ".join([*stated, *([assumption] if assumption else [])])
     what = f"{figure.what} ({notes})" if notes else figure.what

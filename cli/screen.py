@@ -141,6 +141,12 @@ def show_validation(document: Document, console: Console) -> None:
         errors = (f"{m['p50_pct']:+.1f} %", f"{m['p50_abs_pct']:.1f} %", f"{m['worst_pct']:+.1f} %")
         groups.add_row(str(m["metric"]), str(m["rows"]), *errors, str(m["worst_id"]))
     console.print(groups)
+    for order in document.get("rank_order", []):
+        ranks = _table(wording.order_title(order), *wording.ORDER_HEADER)
+        for cells in wording.order_rows(order):
+            ranks.add_row(*cells)
+        console.print(ranks)
+        console.print(wording.order_verdict(order))
     console.print(wording.flat(document["summary"]), style="bold")
 
 

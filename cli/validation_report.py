@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from rackplan.cli.charts import BLACK, BLUE, VERMILLION, styled
 from rackplan.cli.report import chart, page, section, table
-from rackplan.cli.wording import number
+from rackplan.cli.wording import ORDER_HEADER, number, order_rows, order_title, order_verdict
 
 Document = Mapping[str, Any]
 BAND_PCT = 10
@@ -29,7 +29,16 @@ def render_validation(document: Document) -> str:
     return page(
         title=f"rackplan: validation of {document['name']}",
         header=f"<h1>{escape(heading)}</h1>",
-        sections=[section("By metric"), _metric_table(document["by_metric"]), *charts, _row_table(document)],
+        sections=[
+            section("By metric"),
+            _metric_table(document["by_metric"]),
+            *(
+                section(order_title(order), order_verdict(order)) + table(ORDER_HEADER, order_rows(order), 1)
+                for order in document.get("rank_order", [])
+            ),
+            *charts,
+            _row_table(document),
+        ],
     )
 
 

@@ -179,3 +179,37 @@ def plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(plain, value))
     return str(value)
+
+
+ORDER_HEADER = ("Deployment", "Runs", "Measured", "Predicted", "Rank → predicted")
+
+
+def order_title(order: Mapping[str, Any]) -> str:
+    """What deployments were ranked by, under which load."""
+    return f"Rank order by {order['metric']}, {order['unit']}, at {order['load']}"
+
+
+def order_rows(order: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A rank order's rows under ORDER_HEADER, the best measured first."""
+    return [
+        (
+            str(d["deployment"]),
+            str(d["runs"]),
+            number(d["measured"], 4),
+            number(d["predicted"], 4),
+            f"{i} → {d['predicted_rank']}",
+        )
+        for i, d in enumerate(order["deployments"], 1)
+    ]
+
+
+def order_verdict(order: Mapping[str, Any]) -> str:
+    """How many pairs of deployments are predicted as measured, in one line."""
+    tau, spread = order["kendall_tau"], order["spread_pct"]
+    told = (
+        "no deployment was served twice, so the spread of repeats is not known"
+        if spread is None
+        else f"{order['within_spread']} within the spread of repeats ({number(spread, 2)} % a run)"
+    )
+    agree = f"{order['agree']} of {order['pairs']} pairs agree, {order['disagree']} disagree"
+    return f"{agree}; {told}; Kendall's tau {'–' if tau is None else f'{tau:+.2f}'}"

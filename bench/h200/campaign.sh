@@ -13,10 +13,10 @@ limit() { local s=$1; shift; timeout -k 5 "$s" "$@"; local rc=$?; [ $rc = 0 ] ||
 RACKPLAN=(python3 -c 'from rackplan.cli.main import run; run()')
 py() { python3 "$HERE/$1.py" "${@:2}" --out "$R" ${DRY:-}; }
 forward() { limit "$1" python3 "$HERE/forward.py" "$2" --ranks "$3" --out "$R" ${DRY:-} "${@:4}" || tail -n 25 "$R/bench_forward_$2_dep$3.log" | cut -c1-300; }
-load() {  # seconds, plan; only where its servers answer
-    local names=$2; [ "$2" = pd ] && names="prefill decode proxy"
-    [ -n "${DRY:-}" ] || py servers wait $names --gpus "$GPUS" --timeout 2 > /dev/null || { echo "SKIPPED $2: not healthy"; return; }
-    limit "$1" python3 "$HERE/loads.py" "$2" --gpus "$GPUS" --out "$R" ${DRY:-} > "$R/loads_$2.log" 2>&1
+load() {  # seconds, plan, and the servers that must answer, the plan's own unless given
+    local names=${3-$2}; [ "$2" = pd ] && names="prefill decode proxy"
+    [ -n "${DRY:-}" ] || [ -z "$names" ] || py servers wait $names --gpus "$GPUS" --timeout 2 > /dev/null || { echo "SKIPPED $2: not healthy"; return; }
+    limit "$1" python3 "$HERE/loads.py" "$2" --gpus "$GPUS" --out "$R" --within "$1" ${DRY:-} > "$R/loads_$2.log" 2>&1
     grep -a "^RUN" "$R/loads_$2.log" || tail -n 12 "$R/loads_$2.log" | cut -c1-300
     pack
 }
@@ -64,6 +64,12 @@ skew)
     load 80 skew
     load 80 skew_eplb
     down skew skew_eplb ;;
+order8192|order2048)
+    # Each deployment whose servers answer, until the time is out; ONLY="1p3d_b8192 ..." leaves the others out.
+    ALL=$(python3 "$HERE/order.py" "$STAGE" --gpus "$GPUS" --out "$R" ${ONLY:+--only $ONLY}) || exit 2
+    up $ALL
+    load $((${ORDER_S:-450} - SECONDS - 15)) "$STAGE" ""
+    down $ALL ;;
 deploy)
     limit 400 "${RACKPLAN[@]}" deploy "$HERE/pd.yaml" --model /tmp/models/dsv2lite --calibration h200-v2-lite --state "$R/state" \
         --workload fixed:2048/256 --rate 6 --requests 150 --json

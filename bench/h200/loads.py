@@ -1,7 +1,8 @@
 """Runs `vllm bench serve` for the loads of one plan, in one process. Run: `loads.py PLAN [--only NAME...] --out DIR`.
 
 Writes DIR/bench_serve_NAME.json.gz (as `--save-detailed` gives it, without the generated text, times to 10 us) and
-DIR/metrics_NAME_SERVER.txt.gz, the server's own counters after the run. Commands go to loads_PLAN.run.json.
+DIR/metrics_NAME_SERVER.txt.gz, the server's own counters after the run. Commands go to loads_PLAN.run.json. Loads whose
+server does not answer, and with --within those that would not end in time, are left out.
 """
 
 import argparse
@@ -12,9 +13,13 @@ import time
 import urllib.request
 from pathlib import Path
 
-from plans import Load, loads, servers
+from parts import INPUT_TOKENS, OUTPUT_TOKENS, Load
+from plans import loads, servers
+from servers import healthy
 
 DROPPED = ("generated_texts",)
+ENDS_S = 15
+"""Beyond its arrivals, what a load takes: its prompts are made, its last requests end, its result is kept."""
 
 
 def bench_args(load: Load, model: str, out: Path) -> list[str]:
@@ -25,9 +30,9 @@ def bench_args(load: Load, model: str, out: Path) -> list[str]:
             "--dataset-name",
             "random",
             "--random-input-len",
-            "2048",
+            str(INPUT_TOKENS),
             "--random-output-len",
-            "256",
+            str(OUTPUT_TOKENS),
             *rate,
             "--ignore-eos",
         ),
@@ -68,13 +73,24 @@ def keep(plan: str, load: Load, args: list[str], gpus: int, out: Path) -> None:
 SHOWN = ("request_throughput", "output_throughput", "median_ttft_ms", "p90_ttft_ms", "median_tpot_ms", "median_itl_ms")
 
 
+def why_not(load: Load, gpus: int, left_s: float) -> str | None:
+    """Why a load is left out; None where it is not."""
+    for port in (load.port, *(servers(gpus)[name].port for name in load.metrics)):
+        if not healthy(port):
+            return f"port {port} does not answer"
+    need_s = load.prompts / load.rate + ENDS_S
+    return f"needs {need_s:.0f} s, {left_s:.0f} are left" if need_s > left_s else None
+
+
 def main() -> None:
+    begin_s = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("plan")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--models", default="/tmp/models")
     parser.add_argument("--out", type=Path, default=Path("/tmp/results"))
+    parser.add_argument("--within", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     model = f"{args.models}/dsv2lite"
@@ -90,6 +106,9 @@ def main() -> None:
     bench_parser = FlexibleArgumentParser()
     add_cli_args(bench_parser)
     for load in plan:
+        if why := why_not(load, args.gpus, begin_s + args.within - time.monotonic()):
+            print("RUN", load.name, "left out:", why, flush=True)
+            continue
         line = bench_args(load, model, args.out)
         bench(bench_parser.parse_args(line))
         if load.kept:

@@ -1,11 +1,14 @@
 """What the campaign measures: exact batches for `vllm bench forward`, servers, and the loads put on them.
 
-Three tables, read by forward.py, servers.py and loads.py. `gpus` is the number of GPUs at hand; nothing here is fixed
-to two, except that a prefill/decode pair takes the first and the last.
+Three tables, read by forward.py, servers.py and loads.py; those of order.py are in them. `gpus` is the number of GPUs
+at hand; nothing here is fixed to two, except that a prefill/decode pair takes the first and the last.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from order import order_loads, order_servers
+from parts import Load, Server, aggregated, dep, nixl
 
 from rackplan.engine.profile_cases import ForwardCase
 
@@ -69,56 +72,6 @@ FORWARD = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Server:
-    """One `vllm serve`. `gpus`: which GPUs it sees."""
-
-    gpus: tuple[int, ...]
-    port: int
-    args: tuple[str, ...]
-    env: dict[str, str] = field(default_factory=dict)
-
-
-SERVE_ARGS = (
-    "--load-format=dummy --max-model-len=8192 --max-num-seqs=512 --no-enable-prefix-caching --async-scheduling "
-    "--gpu-memory-utilization=0.15 --enable-logging-iteration-details --disable-uvicorn-access-log "
-    "--scheduler-cls=rackplan.engine.vllm_plugin.scheduler.RackplanAsyncScheduler"
-)
-"""The KV pool is given in bytes (`kv_gib`): servers that share a GPU do not measure each other's memory."""
-
-
-def kv_gib(gib: int) -> tuple[str, str]:
-    return "--kv-cache-memory-bytes", str(gib << 30)
-
-
-def budget(tokens: int) -> tuple[str, str]:
-    return "--max-num-batched-tokens", str(tokens)
-
-
-def dep(gpus: int, port: int, *more: str, **env: str) -> Server:
-    parallel = (
-        "--data-parallel-size",
-        str(gpus),
-        "--enable-expert-parallel",
-        "--data-parallel-rpc-port",
-        str(port + 50),
-    )
-    return Server(gpus=tuple(range(gpus)), port=port, args=(*parallel, *budget(8192), *kv_gib(8), *more), env=env)
-
-
-def nixl(gpu: int, port: int, role: str) -> Server:
-    transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": role})
-    args = (*budget(8192), *kv_gib(8), "--kv-transfer-config", transfer)
-    return Server(gpus=(gpu,), port=port, args=args, env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 60)})
-
-
-def aggregated(gpu: int, port: int, tokens: int, captured: int) -> Server:
-    """Past 512 tokens the graphs are captured every 128, where vLLM's own list would go on by 16."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(640, captured + 1, 128)]
-    capture = ("--cudagraph-capture-sizes", *(str(s) for s in sizes))
-    return Server(gpus=(gpu,), port=port, args=(*budget(tokens), *kv_gib(6), *capture))
-
-
 SKEW = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "zipf", "RACKPLAN_ZIPF": "0.5"}
 EPLB = json.dumps({"window_size": 200, "step_interval": 400, "log_balancedness": True, "log_balancedness_interval": 20})
 
@@ -135,27 +88,11 @@ def servers(gpus: int) -> dict[str, Server]:
         "agg2048_graphs4096": aggregated(last, 8700, 2048, 4096),
         "skew": dep(gpus, 8800, **SKEW),
         "skew_eplb": dep(gpus, 8900, "--enable-eplb", "--eplb-config", EPLB, **SKEW),
+        **order_servers(gpus),
     }
 
 
 PROXY_PORT = 8000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """One `vllm bench serve` run: random 2048/256, Poisson. `spread`: lengths within +- this fraction.
-
-    `metrics`: servers whose counters are read after it. A load that is not `kept` only warms up.
-    """
-
-    name: str
-    port: int
-    rate: float
-    prompts: int
-    seed: int
-    metrics: tuple[str, ...]
-    spread: float = 0.0
-    kept: bool = True
 
 
 def loads(gpus: int) -> dict[str, list[Load]]:
@@ -183,10 +120,10 @@ def loads(gpus: int) -> dict[str, list[Load]]:
             "pd", PROXY_PORT, ("prefill", "decode"), ("r3", 3, 90, 0), ("r6", 6, 150, 0), ("r10", 10, 200, 0), seed=2000
         ),
     }
-    for name in (n for n in port if n.startswith("agg")):
+    for name in (n for n in port if n.startswith("agg") and "graphs" in n):
         plans[name] = of(name, port[name], (name,), ("r6", 6, 120, 0), ("r6var", 6, 120, 0.5), seed=3000)
     for name in ("skew", "skew_eplb"):
         # Long enough before the measured run for EPLB to have moved the experts.
         runs = (("settle", 12, 120, 0.0), ("r12", 12, 180, 0.0))
         plans[name] = of(name, port[name], (name,), *runs, seed=4000)
-    return plans
+    return plans | order_loads(gpus)

@@ -1,7 +1,8 @@
 """Starts, awaits and stops the servers of plans.py. Run: `servers.py {start,wait,stop} [NAME...] --out DIR`.
 
 Each server leads its own process group, logs to DIR/NAME.log and leaves its group's number in DIR/NAME.pid; `stop` ends
-those groups and no others. The proxy of a prefill/decode pair counts as a server named `proxy`.
+those groups and no others. The proxy of a prefill/decode pair counts as a server named `proxy`, and order.py's routers
+are servers too.
 """
 
 import argparse
@@ -15,14 +16,19 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from plans import PROXY_PORT, SERVE_ARGS, servers
+from order import router_config, routers
+from parts import SERVE_ARGS
+from plans import PROXY_PORT, servers
 from record import record
 
 PROXY = Path(__file__).with_name("proxy.py")
 
 
 def port_of(name: str, gpus: int) -> int:
-    return PROXY_PORT if name == "proxy" else servers(gpus)[name].port
+    if name == "proxy":
+        return PROXY_PORT
+    router = routers(gpus).get(name)
+    return router.port if router else servers(gpus)[name].port
 
 
 def command(name: str, gpus: int, models: str, out: Path) -> tuple[list[str], dict[str, str]]:
@@ -30,6 +36,8 @@ def command(name: str, gpus: int, models: str, out: Path) -> tuple[list[str], di
     if name == "proxy":
         pair = [str(servers(gpus)[role].port) for role in ("prefill", "decode")]
         return [sys.executable, str(PROXY), str(PROXY_PORT), *pair, str(out / "proxy.csv")], {}
+    if name in routers(gpus):
+        return [sys.executable, "-m", "rackplan.engine.router", str(out / f"{name}.json")], {}
     server = servers(gpus)[name]
     serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", f"{models}/dsv2lite", "--host", "127.0.0.1"]
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, server.gpus))}
@@ -39,6 +47,8 @@ def command(name: str, gpus: int, models: str, out: Path) -> tuple[list[str], di
 
 def start(name: str, gpus: int, models: str, out: Path) -> None:
     line, env = command(name, gpus, models, out)
+    if router := routers(gpus).get(name):
+        (out / f"{name}.json").write_text(router_config(router, gpus))
     record(out / "servers.run.json", name, line, env)
     with (out / f"{name}.log").open("a") as log:
         process = subprocess.Popen(

@@ -18,7 +18,7 @@ from rackplan.engine.profile import Profile as Identity
 from rackplan.engine.profile import ServedRun as PlannedRun
 from rackplan.engine.profile import read_profile as read_identity
 
-_WANTED = f"the folder of a profile, with {FILE} and forward_dep1.csv in it"
+WANTED = f"the folder of a profile, with {FILE} and forward_dep1.csv in it"
 
 
 _FORWARD: dict[str, Callable[[Path], list[Row]]] = {".csv": forward_rows, ".json": read_bench_forward}
@@ -27,12 +27,14 @@ _FORWARD: dict[str, Callable[[Path], list[Row]]] = {".csv": forward_rows, ".json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRun:
-    """One served run that is done. `logs`: by server ("" where there is one), the step logs of its ranks in order."""
+    """One served run that is done. `logs`: by server ("" where there is one), the step logs of its ranks in order.
+    `load`: its arrivals and lengths in words, None where its plan states no arrivals."""
 
     name: str
     path: Path
     deployment: Deployment
     rate_req_s: float
+    load: str | None
     served: ServedRun
     logs: dict[str, tuple[StepLog, ...]]
 
@@ -51,11 +53,13 @@ class Profile:
 
 
 def read_profile(folder: Path) -> Profile:
-    """Raises InputError with file and row: nothing is taken from a folder of which a part is damaged."""
+    """`rows` is empty where served runs alone were measured: enough to compare with, not to fit to.
+
+    Raises InputError with file and row: nothing is taken from a folder of which a part is damaged."""
     identity = read_identity(folder)
     tables = sorted(f for f in folder.glob("forward_dep*") if f.suffix in _FORWARD)
-    if not tables:
-        raise InputError(f"{folder}: has no forward_dep*.csv; give {_WANTED}")
+    if not tables and not any(run.status == "done" for run in identity.runs):
+        raise InputError(f"{folder}: has no forward_dep*.csv; give {WANTED}")
     rows = [row for table in tables for row in _FORWARD[table.suffix](table)]
     runs: dict[bool, list[ProfileRun]] = {False: [], True: []}  # by decode_only
     files = [t.name for t in tables]
@@ -98,10 +102,19 @@ def _served(folder: Path, run: PlannedRun, where: str) -> tuple[ProfileRun, list
         path=path,
         deployment=parse_deployment(run.deployment, where),
         rate_req_s=run.rate_req_s or (len(served.start_s) - 1) / max(span_s, 1e-3),
+        load=_load(run),
         served=served,
         logs=logs,
     )
     return found, [path.name, *log_names]
+
+
+def _load(run: PlannedRun) -> str | None:
+    if run.rate_req_s is None and run.concurrency is None:
+        return None
+    arrivals = f"{run.rate_req_s:g} req/s" if run.rate_req_s else f"{run.concurrency} in flight"
+    lengths = ((run.input_tokens, "tokens in"), (run.output_tokens, "out"))
+    return ", ".join([arrivals, *(f"{n:,} {what}" for n, what in lengths if n)])
 
 
 def _logs(folder: Path, name: str) -> tuple[dict[str, tuple[StepLog, ...]], list[str]]:
