@@ -12,7 +12,8 @@ from array import array
 import numpy as np
 
 from rackplan.simulator.acceptance import Acceptance
-from rackplan.simulator.scheduler import Rank, Sequence
+from rackplan.simulator.rank import Rank
+from rackplan.simulator.sequence import Sequence
 
 SPARE_TOKENS = 1.0
 """By which a bound on KV room is kept clear of rounding."""

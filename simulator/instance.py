@@ -16,7 +16,8 @@ from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_loads import KvLoads
 from rackplan.simulator.ranks import Ranks
 from rackplan.simulator.request import NS_PER_MS, Request
-from rackplan.simulator.scheduler import RankPlan, Sequence
+from rackplan.simulator.scheduler import RankPlan
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.step import time_steps
 from rackplan.simulator.step_load import load_of
 from rackplan.simulator.step_run import OneStep, StepRun

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rackplan.simulator.ranks import Ranks
-from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.step_run import OneStep, StepRun
 
 

@@ -15,7 +15,7 @@ from rackplan.simulator.cost import TransferCost
 from rackplan.simulator.instance import Instance
 from rackplan.simulator.pool import PoolOfInstances
 from rackplan.simulator.request import NS_PER_MS
-from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.sequence import Sequence
 
 Link = tuple[Instance, int]
 
@@ -55,17 +55,9 @@ class KvTransfers:
     def hand_over(self, seq: Sequence, source: Instance) -> None:
         """`seq` is prefilled on `source`: have its decode rank queue it after the set-up."""
         instance, rank, load_tokens = self.decode.choose(seq.request)
-        target = Sequence(
-            seq.request,
-            rank,
-            self.env.now + self._setup_ns,
-            seq.prompt_tokens,
-            load_tokens,
-            cached_tokens=seq.cached_tokens,
-            scheduled_ns=seq.scheduled_ns,
-            prefill_done_ns=seq.prefill_done_ns,
-            kv_elsewhere=True,
-        )
+        target = Sequence(seq.request, rank, self.env.now + self._setup_ns, seq.prompt_tokens, load_tokens)
+        target.cached_tokens, target.scheduled_ns = seq.cached_tokens, seq.scheduled_ns
+        target.prefill_done_ns, target.kv_elsewhere = seq.prefill_done_ns, True
         self._under_way[target] = seq, source, instance
         instance.expect_load(target)
         self.env.after(self._setup_ns, self._queue, target)

@@ -13,7 +13,7 @@ from rackplan.simulator.instance import Instance
 from rackplan.simulator.kv_transfer import KvTransfers
 from rackplan.simulator.ranks import Ranks
 from rackplan.simulator.request import NS_PER_S
-from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.sequence import Sequence
 
 LEASE_S = 30.0
 RENEWED_S = LEASE_S * 2 / 3 - LEASE_S / 6 / 2

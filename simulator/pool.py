@@ -10,7 +10,7 @@ from rackplan.simulator.instance import Instance
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.request import Request
 from rackplan.simulator.router import RankLoads, Router
-from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.sequence import Sequence
 
 
 class PoolOfInstances:

@@ -5,8 +5,10 @@ them. Knows no clock: it is told the time, and says what a step hands on.
 
 from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.instance_model import InstanceModel
+from rackplan.simulator.rank import Chunk, Rank, chunk_tokens
 from rackplan.simulator.request import Request
-from rackplan.simulator.scheduler import Given, Rank, RankPlan, Sequence, plan_rank, running_chunks
+from rackplan.simulator.scheduler import Caps, Given, RankPlan, plan_rank, running_chunks
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.step import MOST_STEPS
 
 
@@ -31,7 +33,8 @@ class Ranks:
         self._busy: set[int] = set()  # ranks with waiting or partly prefilled requests
         self._preempted: set[int] = set()  # ranks that admit nothing in the step that is planned next
         self._wave_began = 0
-        self._width = 1 + model.acceptance.draft_tokens
+        self._caps = Caps(model.pool, width=1 + model.acceptance.draft_tokens, replay_tokens=model.replay_tokens)
+        self._interval = model.pool.prefill_schedule_interval
 
     # -- what comes from outside ----------------------------------------------------------------------------------
     def add(self, seq: Sequence) -> None:
@@ -78,12 +81,12 @@ class Ranks:
     def can_load_beside(self, seq: Sequence, steps: int) -> bool:
         """Will the scheduler begin the load of `seq` when it next looks, whichever loads end before, and have KV left
         for the next `steps`?"""
-        rank, pool = self.queues[seq.rank], self.pool
+        rank, caps = self.queues[seq.rank], self._caps
         most = len(rank.decoding) + len(rank.holding)
         return (
             seq.rank not in self._busy
-            and most < pool.max_num_seqs
-            and most * self._width < pool.max_num_batched_tokens
+            and most < caps.max_num_seqs
+            and most * caps.width < caps.max_num_batched_tokens
             and seq.prompt_tokens <= self.batch.room(seq.rank, self.batch.step + steps)
         )
 
@@ -108,10 +111,12 @@ class Ranks:
         """Plans of the ranks on which something other than decoding happens; what they admit has then begun."""
         plans: dict[int, RankPlan] = {}
         blocked = self.blocked
-        blocked.clear()
+        if blocked:
+            blocked.clear()
         if not self._busy:
             return plans
-        between = (self.batch.step - self._wave_began) % self.pool.prefill_schedule_interval != 0
+        between = (self.batch.step - self._wave_began) % self._interval != 0
+        given = Given(self._caps, now_ns, visible_before_ns)
         for r in sorted(self._busy):
             rank = self.queues[r]
             if not rank.has_work(visible_before_ns):
@@ -120,12 +125,11 @@ class Ranks:
             chunks = self._running_chunks(r, visible_before_ns) if rank.partial and not defers else []
             for seq, new in chunks:
                 rank.cache.grow(seq.request, seq.computed_tokens + new)
-            if r in self._preempted:
+            if self._preempted and r in self._preempted:
                 plan = RankPlan([], chunks, [], None)
             else:
                 room = self._room_to_admit(r, chunks) if rank.waiting or rank.holding else 0.0
-                given = Given(now_ns, visible_before_ns, room, self._width, self.model.replay_tokens, defers)
-                plan = plan_rank(rank, self.pool, chunks, given)
+                plan = plan_rank(rank, chunks, given, room, defers)
                 if rank.begun:
                     self._hold_loads(r)
             if plan.blocked_by:
@@ -136,18 +140,20 @@ class Ranks:
         self._preempted.clear()
         return plans
 
-    def _running_chunks(self, r: int, visible_before_ns: int) -> list[tuple[Sequence, int]]:
+    def _running_chunks(self, r: int, visible_before_ns: int) -> list[Chunk]:
         """Chunks of the prompts in prefill; where they find no KV, the last admitted give theirs back."""
         rank, batch = self.queues[r], self.batch
-        chunks = running_chunks(rank, self.pool, visible_before_ns=visible_before_ns, width=self._width)
-        while chunks and batch.room(r, batch.step) < sum([new for _, new in chunks]):
+        chunks = running_chunks(rank, self._caps, visible_before_ns)
+        while chunks and batch.room(r, batch.step) < chunk_tokens(chunks):
             last = self._preempt_last(r)
             chunks = [chunk for chunk in chunks if chunk[0] is not last]
         return chunks
 
-    def _room_to_admit(self, r: int, chunks: list[tuple[Sequence, int]]) -> float:
+    def _room_to_admit(self, r: int, chunks: list[Chunk]) -> float:
         """KV tokens for what waits; the prefix cache holds no more than that."""
-        room = self.batch.room(r, self.batch.step) - sum([new for _, new in chunks])
+        room = self.batch.room(r, self.batch.step)
+        if chunks:
+            room -= chunk_tokens(chunks)
         cache = self.queues[r].cache
         if cache.tokens > room:
             cache.evict_to(int(room))
@@ -156,8 +162,12 @@ class Ranks:
     def _hold_loads(self, r: int) -> None:
         """KV for what is loaded, from the start of the load on."""
         rank, batch = self.queues[r], self.batch
-        batch.hold(r, sum([seq.loaded_tokens - seq.shared_tokens for seq in rank.begun]))
-        rank.cache.evict_to(int(batch.room(r, batch.step)))
+        tokens = 0
+        for seq in rank.begun:
+            tokens += seq.loaded_tokens - seq.shared_tokens
+        batch.hold(r, tokens)
+        if rank.cache.tokens:
+            self._make_room(r, batch.step)
         self.begun_loads += rank.begun
         rank.begun.clear()
         if rank.only_decodes:
@@ -165,15 +175,16 @@ class Ranks:
 
     def _admit(self, r: int, plan: RankPlan) -> None:
         batch, rank = self.batch, self.queues[r]
-        started, chunks, loads, _ = plan
-        if admitted := len(started) + len(loads):
+        if admitted := len(plan.started) + len(plan.loads):
             batch.enter(r, admitted)
             if admitted > self.most_admitted:
                 self.most_admitted = admitted
-        if chunks:
-            own = sum([seq.computed_tokens - seq.shared_tokens for seq in started])
-            batch.hold(r, sum([new for _, new in chunks]) + own)
-        for seq in loads:
+        if plan.chunks:
+            tokens = chunk_tokens(plan.chunks)
+            for seq in plan.started:
+                tokens += seq.computed_tokens - seq.shared_tokens
+            batch.hold(r, tokens)
+        for seq in plan.loads:
             batch.held[r] -= seq.prompt_tokens
             batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)
         if rank.cache.tokens:

@@ -28,7 +28,7 @@ from rackplan.simulator.pool import PoolOfInstances
 from rackplan.simulator.prefix_cache import SessionCache
 from rackplan.simulator.request import NS_PER_MS, NS_PER_S, Load, Request, Source, Workload
 from rackplan.simulator.router import LeastRequests, make_router
-from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.streams import Streams
 
 COLUMNS = 8

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from rackplan.simulator.cost import PoolCost, ShortChunks, chunk_work
 from rackplan.simulator.decode_batch import DecodeBatch
-from rackplan.simulator.scheduler import RankPlan, Sequence
+from rackplan.simulator.rank import Chunk
+from rackplan.simulator.scheduler import RankPlan
 
 
 class Prefill(NamedTuple):
@@ -40,17 +41,20 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     prefills: dict[int, Prefill] = {}
     chunks, prefill_tokens, admission_ms = 0, 0, 0.0
     widest = max(batch.requests) * width
-    for r, (started, own_chunks, loads, _) in plans.items():
-        if own_chunks:
-            prefills[r] = prefill = _prefill_of(own_chunks, cost.short_chunks)
+    for r, plan in plans.items():
+        if plan.chunks:
+            prefills[r] = prefill = _prefill_of(plan.chunks, cost.short_chunks)
             prefill_tokens += int(prefill.tokens)
-            chunks += len(own_chunks)
+            chunks += len(plan.chunks)
             if (tokens := prefill.tokens + batch.requests[r] * width) > widest:
                 widest = tokens
-        if started or loads:
-            own_ms = sum([cost.admission_ms(s.prompt_tokens) for s in started + loads])
-            if own_ms > admission_ms:
-                admission_ms = own_ms
+        own_ms = 0.0
+        for seq in plan.started:
+            own_ms += cost.admission_ms(seq.prompt_tokens)
+        for seq in plan.loads:
+            own_ms += cost.admission_ms(seq.prompt_tokens)
+        if own_ms > admission_ms:
+            admission_ms = own_ms
     dummies = batch.idle_ranks if len(batch.occupants) > 1 else 0
     return StepLoad(
         prefills,
@@ -63,7 +67,7 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     )
 
 
-def _prefill_of(chunks: list[tuple[Sequence, int]], short: ShortChunks) -> Prefill:
+def _prefill_of(chunks: list[Chunk], short: ShortChunks) -> Prefill:
     tokens, pairs, context = 0, 0.0, 0
     for seq, new in chunks:
         own_pairs, own_context = chunk_work(short, new, seq.computed_tokens)

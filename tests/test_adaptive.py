@@ -16,8 +16,9 @@ from rackplan.simulator.acceptance import USUAL, Acceptance
 from rackplan.simulator.adaptive import Verification
 from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.prefix_cache import SessionCache
+from rackplan.simulator.rank import Rank
 from rackplan.simulator.request import Load, Request
-from rackplan.simulator.scheduler import Rank, Sequence
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.simulate import RunOptions, simulate
 from rackplan.simulator.streams import Streams
 
