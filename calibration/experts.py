@@ -36,10 +36,11 @@ def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0)
 
 class _Replicas(NamedTuple):
     """Replicas that EPLB gives each expert: `number` (experts,), `most` of one. From `all_from` tokens on each has one,
-    to the last bit."""
+    to the last bit, and a replica of an expert from `sure_from` (experts,) of its own on."""
 
     number: np.ndarray
     most: int
+    sure_from: np.ndarray
     all_from: float
 
 
@@ -48,8 +49,9 @@ def _replicas(experts: int, top_k: int, sigma: float, redundant: int) -> _Replic
     shares = _choice_shares(experts, top_k, sigma)
     number = replicate(shares[None], experts + redundant)[2][0]
     with np.errstate(divide="ignore"):  # an expert that every token chooses
-        until = np.log(_BELOW_ROUNDING) / np.log1p(-shares) * number
-    return _Replicas(number, int(number.max()), float(until.max()))
+        until = np.log(_BELOW_ROUNDING) / np.log1p(-shares)
+    # Some tokens more, as powers are rounded too.
+    return _Replicas(number, int(number.max()), np.maximum(1.0, 1.25 * until), float((until * number).max()))
 
 
 @lru_cache(maxsize=65536)
@@ -59,11 +61,12 @@ def replicas_touched(tokens: float, experts: int, top_k: int, sigma: float, redu
     if not redundant:
         return experts_touched(tokens, experts, top_k, sigma)
     shares = _choice_shares(experts, top_k, sigma)
-    replicas, most, all_from = _replicas(experts, top_k, sigma, redundant)
+    replicas, most, sure_from, all_from = _replicas(experts, top_k, sigma, redundant)
     if tokens >= all_from:
         return float(experts + redundant)
     served = tokens / replicas
-    touched = 1.0 - (1.0 - shares) ** served
+    # Powers that come near to 0 take numpy ten times as long as others, and change nothing.
+    touched = 1.0 - (1.0 - shares) ** np.minimum(served, sure_from)
     if tokens < most:  # some replica serves less than one
         touched = np.where(served < 1.0, shares * served, touched)
     return float(np.add.reduce(replicas * touched))

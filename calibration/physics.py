@@ -144,6 +144,7 @@ class PhysicalCost:
             + m.decode_kv_read_bytes_per_sequence / pool.tp / (hbm_bytes_ms * c.kv_read_efficiency)
         )
         self._pair_ms = (c.prefill_pair_ms + sum(f.per_pair_ms for f in fixes_off)) / pool.tp
+        self._prefill_context_ms = c.prefill_context_ms
         self._replay_layers = max(0, m.replay_layers - sum(f.full_layers for f in fixes_off))
         self._token_fix_ms = sum(f.per_token_ms for f in fixes_off)
         self._expert_flops = 6.0 * m.hidden * m.expert_intermediate
@@ -170,7 +171,7 @@ class PhysicalCost:
     ) -> FloatArray:
         return (
             self._pair_ms * prefill_pairs
-            + self.c.prefill_context_ms * prefill_context
+            + self._prefill_context_ms * prefill_context
             + self._token_fix_ms * prefill_tokens
             + self._request_ms * decode_requests
             + self._context_ms * decode_context
