@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator
 from heapq import heappop, heappush
-from operator import attrgetter
 from typing import Any
 
 import simpy
@@ -18,10 +17,13 @@ Sleeps = Generator[int | None, None, None]
 
 
 class Clock(simpy.Environment):
-    """An environment whose `now` is an integer, because every delay it is given is. Events come in SimPy's order: by
-    time, then as they were scheduled. Its queue also holds calls, which are entries one longer than SimPy's."""
+    """An environment whose time is an integer, because every delay it is given is: `now_ns`. Events come in SimPy's
+    order: by time, then as they were scheduled. Its queue also holds calls, which are entries one longer than SimPy's.
+    """
 
-    now: int = property(attrgetter("_now"))  # type: ignore[assignment]
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_ns = 0  # a plain attribute: SimPy's `now` is a property, and time is asked for all the time
 
     @property
     def next_ns(self) -> int:
@@ -30,18 +32,18 @@ class Clock(simpy.Environment):
 
     def after(self, delay_ns: int, call: Callable[[Any], None], value: Any, priority: int = NORMAL) -> None:
         """Call `call(value)` when `delay_ns` have passed: a timeout without what SimPy needs of one."""
-        heappush(self._queue, (self._now + delay_ns, priority, next(self._eid), call, value))  # type: ignore[misc]
+        heappush(self._queue, (self.now_ns + delay_ns, priority, next(self._eid), call, value))  # type: ignore[misc]
 
     def step(self) -> None:
         """Make the calls that come next, then process one event."""
         queue: list[Any] = self._queue
         while queue:
             entry = heappop(queue)
+            self._now = self.now_ns = entry[0]
             if len(entry) != 5:
                 heappush(queue, entry)
                 break
-            self._now, _, _, call, value = entry
-            call(value)
+            entry[3](entry[4])
         super().step()
 
 

@@ -41,7 +41,8 @@ class Instance:
     """`on_prefilled(seq, instance)`: a prompt is in a prefill pool's KV cache; `on_finished(seq, instance)`: an end.
 
     `ranks`: its queues and running requests; `token_gaps`, `time`: what was measured; `kv_loads`: where they begin;
-    `kv_loading`: how many are under way. `load`, `load_tokens`: see Ranks.
+    `kv_loading`: how many are under way; `links_free_ns` (ranks,): when each rank's link is. `load`, `load_tokens`: see
+    Ranks.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Instance:
         self.on_prefilled, self.on_finished = on_prefilled, on_finished
         self.ranks = Ranks(model, load, load_tokens)
         self.kv_loads = KvLoads()
+        self.links_free_ns = [0] * model.pool.dep
         self.kv_loading = 0
         self._batch = self.ranks.batch
         self._run: StepRun | None = None  # the run of steps under way, where an arrival may cut it
@@ -87,8 +89,8 @@ class Instance:
     # -- what others do to it ------------------------------------------------------------------------------------
     def submit(self, seq: Sequence) -> None:
         """Queue a request on its rank, now."""
-        run, loads = self._under_way, self.kv_loads
-        if loads.in_runs and run and loads.take(seq, self.ranks, run, self.env.now, may_be_cut=self.eplb is not None):
+        run, loads, may_be_cut = self._under_way, self.kv_loads, self.eplb is not None
+        if run and loads.in_runs and loads.take(seq, self.ranks, run, self.env.now_ns, may_be_cut):
             return
         self.ranks.add(seq)
         self._stir(seq.rank, seq.ready_ns)
@@ -98,7 +100,7 @@ class Instance:
         if self._present is not None:
             self._present[seq] = None
         if self._frontend:  # who called may have more for this instance: no turn after the first is foreseen yet
-            self.env.after(self._frontend.turn_done_ns(self.env.now), self._turn, (seq, TURNS - 1))
+            self.env.after(self._frontend.turn_done_ns(self.env.now_ns), self._turn, (seq, TURNS - 1))
         else:
             self.submit(seq)
 
@@ -107,7 +109,7 @@ class Instance:
         if self._is_lost(seq):
             return
         env = self.env
-        now = env.now
+        now = env.now_ns
         if turns and self._frontend:
             next_ns, at_ns = env.next_ns, now
             while True:
@@ -129,7 +131,7 @@ class Instance:
         """The KV of a prompt that the router counts no more may be evicted from now on."""
         self._settle()
         if self.ranks.release(seq):
-            self._stir(seq.rank, self.env.now)
+            self._stir(seq.rank, self.env.now_ns)
 
     def expect_load(self, seq: Sequence) -> None:
         """A request is on its way here whose KV will be loaded."""
@@ -166,7 +168,7 @@ class Instance:
     def step_ms(self) -> float:
         """How long the step takes that is under way or has just ended, ms; 0 where none is."""
         run = self._under_way
-        return run.wall_ns_at(self.env.now) / NS_PER_MS if run else 0.0
+        return run.wall_ns_at(self.env.now_ns) / NS_PER_MS if run else 0.0
 
     def prime(self, rank: int, request: Request) -> None:
         """Put the whole prompt of `request` into a rank's prefix cache, at no cost."""
@@ -185,7 +187,7 @@ class Instance:
         old, ranks = self.ranks, self.ranks
         if not self._is_idle:
             self._book_done()
-            self.time.book_idle("failed", self.env.now - self._step_since)
+            self.time.book_idle("failed", self.env.now_ns - self._step_since)
         load, load_tokens = old.load, old.load_tokens
         for r in range(self.pool.dep):
             load[r] = load_tokens[r] = 0
@@ -194,7 +196,7 @@ class Instance:
         self._batch, self._run, self._is_idle = ranks.batch, None, False
         self._lead_ms = self._seen_ms = self._extra_host_ms = self._after_ms = 0.0
         self._under_way, self.kv_loading, self.eplb = None, 0, self._new_eplb()
-        self._down, self._idle_since = True, self.env.now
+        self._down, self._idle_since = True, self.env.now_ns
         return lost
 
     def recover(self) -> None:
@@ -212,7 +214,7 @@ class Instance:
         if self._present is not None:
             self.time.book_idle("failed", 0)
         self.token_gaps = TokenGaps()
-        self._idle_since = self._step_since = self.env.now
+        self._idle_since = self._step_since = self.env.now_ns
 
     def stop_measuring(self) -> None:
         """Book the idle time that is still under way."""
@@ -224,7 +226,7 @@ class Instance:
         while ranks is self.ranks:  # else it was lost, and this process belongs to what it was
             if batch.step >= batch.roomy_until:
                 ranks.preempt_for_growth()
-            now = env.now
+            now = env.now_ns
             planned_ns = now - round(self._seen_ms * NS_PER_MS)
             if kv_loads.unseen:
                 kv_loads.queue_seen(ranks, planned_ns)
@@ -248,11 +250,11 @@ class Instance:
             self._cause = ranks.idle_cause() if batch.idle_ranks else "dp_imbalance"
             self._run = run if isinstance(run, StepRun) else None
             if kv_loads.unseen:
-                kv_loads.take_unseen(ranks, run, now, may_be_cut=self.eplb is not None)
+                kv_loads.take_unseen(ranks, run, now, self.eplb is not None)
             if self._frontend:
                 self._frontend.passing(run, batch.running)
             self._deliver(run.delivery_ns)
-            while (left_ns := run.end_ns - env.now) > 0:
+            while (left_ns := run.end_ns - env.now_ns) > 0:
                 yield left_ns  # interrupted where the run is shorter by now
             if ranks is not self.ranks:
                 return
@@ -291,7 +293,7 @@ class Instance:
             seen_ms=self._seen_ms,
             own_worker=self._own_worker,
         )
-        return OneStep(times, self.env.now) if steps == 1 else StepRun(times, self.env.now)
+        return OneStep(times, self.env.now_ns) if steps == 1 else StepRun(times, self.env.now_ns)
 
     def _be_late(self) -> None:
         """The host is still at work when the step ends on the GPU: the next one starts so much later."""
@@ -308,7 +310,7 @@ class Instance:
         if not self._prefills:
             for seq, _ in outputs:
                 if seq.first_token_ns < 0:
-                    seq.first_token_ns = self.env.now + delay_ns
+                    seq.first_token_ns = self.env.now_ns + delay_ns
         if ends := [seq for seq, has_ended in outputs if has_ended]:
             if delay_ns:
                 self.env.after(delay_ns, self._hand_on, ends)
@@ -322,7 +324,7 @@ class Instance:
                     continue
                 del self._present[seq]
             if self._prefills:
-                seq.prefill_done_ns = self.env.now
+                seq.prefill_done_ns = self.env.now_ns
                 self.on_prefilled(seq, self)  # its KV stays held until `release`
             else:
                 self.on_finished(seq, self)
@@ -330,18 +332,18 @@ class Instance:
     def _begin_loads(self, planned_ns: int) -> None:
         for seq in self.ranks.begun_loads:
             if seq.kv_elsewhere:
-                self.kv_loads.start(seq, self.env.now, planned_ns)
+                self.kv_loads.start(seq, self.env.now_ns, planned_ns)
                 continue
             self.kv_loading += 1
             tier = self.ranks.queues[seq.rank].host
             assert tier is not None
-            load_ns = tier.load_ns(seq.loaded_tokens - seq.computed_tokens, self.env.now)
-            seq.ready_ns = self.env.now + load_ns
+            load_ns = tier.load_ns(seq.loaded_tokens - seq.computed_tokens, self.env.now_ns)
+            seq.ready_ns = self.env.now_ns + load_ns
             self.env.after(load_ns, self.end_load, seq)
         self.ranks.begun_loads.clear()
 
     def _wait_for_work(self) -> Sleeps:
-        self._idle_since = self.env.now
+        self._idle_since = self.env.now_ns
         self._extra_host_ms = self._after_ms = 0.0
         self.ranks.begin_wave()
         self._is_idle = True
@@ -361,7 +363,7 @@ class Instance:
 
     def _cut_run(self) -> None:
         """End the run of steps under way with the current step."""
-        if self._run and self._run.end_with_current(self.env.now):
+        if self._run and self._run.end_with_current(self.env.now_ns):
             self._notice()
 
     def _notice(self) -> None:
@@ -378,14 +380,14 @@ class Instance:
     def _book_idle(self) -> None:
         waits = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
         cause = "failed" if self._down else waits
-        self.time.book_idle(cause, self.env.now - self._idle_since)
-        self._idle_since = self.env.now
+        self.time.book_idle(cause, self.env.now_ns - self._idle_since)
+        self._idle_since = self.env.now_ns
 
     def _book_done(self) -> None:
         """Book the steps that have ended of the run under way."""
         run = self._run
-        if run and run.steps_done(self.env.now):
-            run.end_with_done(self.env.now)
+        if run and run.steps_done(self.env.now_ns):
+            run.end_with_done(self.env.now_ns)
             self._book({}, run)
             self._step_since = run.end_ns
 

@@ -213,7 +213,7 @@ class _Run:
         if options.drain:
             env.run(until=self._all_done)
         else:
-            left_ns = max(1, round(options.duration_s * NS_PER_S) - env.now)
+            left_ns = max(1, round(options.duration_s * NS_PER_S) - env.now_ns)
             end = env.timeout(left_ns)
             env.run(until=end | self._all_done if self._runs_out else end)
         for instance in self._instances():
@@ -227,7 +227,7 @@ class _Run:
 
     def _arrive(self) -> Sleeps:
         for request in self.source.arrivals():
-            wait = request.arrival_ns + self.frontend_ns - self.env.now
+            wait = request.arrival_ns + self.frontend_ns - self.env.now_ns
             if wait > 0:
                 yield wait
             self._submit(request)
@@ -251,7 +251,7 @@ class _Run:
         if self.faults is not None and self.faults.holds(request):
             return
         instance, rank, load_tokens = self.entry.choose(request)
-        instance.receive(Sequence(request, rank, self.env.now, request.input_tokens, load_tokens))
+        instance.receive(Sequence(request, rank, self.env.now_ns, request.input_tokens, load_tokens))
 
     def _prefilled(self, seq: Sequence, instance: Instance) -> None:
         assert self.transfers is not None
@@ -263,7 +263,7 @@ class _Run:
             (
                 r.arrival_ns,
                 seq.first_token_ns,
-                self.env.now,
+                self.env.now_ns,
                 r.input_tokens,
                 r.output_tokens,
                 seq.cached_tokens,
@@ -275,9 +275,9 @@ class _Run:
 
     def _leave(self, request: Request) -> None:
         self.in_flight -= 1
-        for following in self.source.finished(request, self.env.now):
+        for following in self.source.finished(request, self.env.now_ns):
             self.in_flight += 1  # so that the run does not end before it comes
-            self.env.after(following.arrival_ns + self.frontend_ns - self.env.now, self._follow, following)
+            self.env.after(following.arrival_ns + self.frontend_ns - self.env.now_ns, self._follow, following)
         if self._no_more:
             self._check_done()
 
@@ -316,7 +316,7 @@ class _Run:
             failed=self.failed,
             failures=len(self.options.failures),
             measured_from_ns=warmup_ns,
-            measured_to_ns=int(self.env.now),
+            measured_to_ns=int(self.env.now_ns),
             drained=self.options.drain,
             transfers=transfers.count if transfers else 0,
             transfer_wait_ns=transfers.wait_ns if transfers else 0,

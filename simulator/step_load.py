@@ -1,7 +1,6 @@
 """What the ranks of an instance run in one step, summed up as the cost of a step needs it."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from rackplan.simulator.cost import PoolCost, ShortChunks, chunk_work
 from rackplan.simulator.decode_batch import DecodeBatch
@@ -9,27 +8,44 @@ from rackplan.simulator.rank import Chunk
 from rackplan.simulator.scheduler import RankPlan
 
 
-class Prefill(NamedTuple):
+class Prefill:
     """What one rank prefills: new tokens, and the sums of `chunk_work`."""
 
-    tokens: float
-    pairs: float
-    context: float
+    __slots__ = ("context", "pairs", "tokens")
+
+    def __init__(self, tokens: float, pairs: float, context: float) -> None:
+        self.tokens, self.pairs, self.context = tokens, pairs, context
 
 
 NO_PREFILL = Prefill(0.0, 0.0, 0.0)
 
 
-class StepLoad(NamedTuple):
+class StepLoad:
     """Tokens count drafts. `prefills`: by rank, where there is one; `requests`: of the rank with most."""
 
-    prefills: dict[int, Prefill]
-    prefill_tokens: int
-    prefill_chunks: int
-    widest_tokens: int
-    total_tokens: int
-    requests: int
-    admission_ms: float
+    __slots__ = (
+        "admission_ms",
+        "prefill_chunks",
+        "prefill_tokens",
+        "prefills",
+        "requests",
+        "total_tokens",
+        "widest_tokens",
+    )
+
+    def __init__(
+        self,
+        prefills: dict[int, Prefill],
+        prefill_tokens: int,
+        prefill_chunks: int,
+        widest_tokens: int,
+        total_tokens: int,
+        requests: int,
+        admission_ms: float,
+    ) -> None:
+        self.prefills, self.prefill_tokens, self.prefill_chunks = prefills, prefill_tokens, prefill_chunks
+        self.widest_tokens, self.total_tokens, self.requests = widest_tokens, total_tokens, requests
+        self.admission_ms = admission_ms
 
 
 def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost: PoolCost) -> StepLoad:
@@ -40,7 +56,7 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     """
     prefills: dict[int, Prefill] = {}
     chunks, prefill_tokens, admission_ms = 0, 0, 0.0
-    widest = max(batch.requests) * width
+    widest = max(batch.requests) * width if batch.running else 0.0
     for r, plan in plans.items():
         if plan.chunks:
             prefills[r] = prefill = _prefill_of(plan.chunks, cost.short_chunks)
