@@ -144,7 +144,12 @@ class PhysicalCost:
             + m.decode_kv_read_bytes_per_sequence / pool.tp / (hbm_bytes_ms * c.kv_read_efficiency)
         )
         self._pair_ms = (c.prefill_pair_ms + sum(f.per_pair_ms for f in fixes_off)) / pool.tp
-        self._prefill_context_ms = c.prefill_context_ms
+        self._prefill_context_ms, self._host_request_ms = c.prefill_context_ms, c.host_request_ms
+        self._admission_ms, self._admission_token_ms = c.admission_fixed_ms, c.admission_token_ms
+        decodes_ms = c.eager_decode_launch_ms if pool.role != "prefill" else 0.0
+        self._eager_floor_ms = c.eager_floor_ms + decodes_ms + (c.eager_ep_launch_ms if self.width > 1 else 0.0)
+        self._eager_token_ms, self._piecewise_floor_ms = c.eager_token_launch_ms, c.piecewise_floor_ms
+        self._capture_limit = pool.max_cudagraph_capture_size
         self._replay_layers = max(0, m.replay_layers - sum(f.full_layers for f in fixes_off))
         self._token_fix_ms = sum(f.per_token_ms for f in fixes_off)
         self._expert_flops = 6.0 * m.hidden * m.expert_intermediate
@@ -185,7 +190,7 @@ class PhysicalCost:
         # Layers that a prefill runs on its replay window alone see fewer tokens than the others.
         narrow = total - prefill_tokens + min(prefill_tokens, m.replay_tokens_per_hit * prefill_chunks)
         narrow_share = self._replay_layers / m.layers
-        padded = padded_tokens(widest, self.pool.max_cudagraph_capture_size)
+        padded = padded_tokens(widest, self._capture_limit)
         # MoE: once over all layers at the full batch, the replayed layers at the narrow one.
         full_ms, full_excess = self._moe_ms(total, m.moe_layers * (1 - narrow_share), balancedness)
         thin_ms, thin_excess = self._moe_ms(narrow, m.moe_layers * narrow_share, balancedness)
@@ -297,18 +302,15 @@ class PhysicalCost:
 
     # -- host -----------------------------------------------------------------------------------------------------
     def launch_floor_ms(self, widest_tokens: int, prefill_ranks: int) -> float:
-        c = self.c
-        if widest_tokens > self.pool.max_cudagraph_capture_size:
-            decodes_ms = c.eager_decode_launch_ms if self.pool.role != "prefill" else 0.0
-            experts_ms = c.eager_ep_launch_ms if self.width > 1 else 0.0
-            return c.eager_floor_ms + decodes_ms + experts_ms + c.eager_token_launch_ms * widest_tokens
-        return c.piecewise_floor_ms if prefill_ranks else 0.0
+        if widest_tokens > self._capture_limit:
+            return self._eager_floor_ms + self._eager_token_ms * widest_tokens
+        return self._piecewise_floor_ms if prefill_ranks else 0.0
 
     def host_ms(self, widest_requests: int) -> float:
-        return self._host_fixed_ms + self.c.host_request_ms * widest_requests
+        return self._host_fixed_ms + self._host_request_ms * widest_requests
 
     def admission_ms(self, prompt_tokens: int) -> float:
-        return self.c.admission_fixed_ms + self.c.admission_token_ms * prompt_tokens
+        return self._admission_ms + self._admission_token_ms * prompt_tokens
 
     def dp_sync_ms(self) -> float:
         ranks = self.pool.dep

@@ -56,7 +56,7 @@ class Instance:
     ) -> None:
         self.env = env
         self.model = model
-        self.pool = model.pool
+        self.pool, self._dep = model.pool, model.pool.dep
         self._prefills = model.pool.role == "prefill"
         self.on_prefilled, self.on_finished = on_prefilled, on_finished
         self.ranks = Ranks(model, load, load_tokens)
@@ -71,6 +71,7 @@ class Instance:
         self._lead_ms = 0.0  # how far the host is ahead of the GPU
         self._seen_ms = 0.0  # how long before the step's end the scheduler looks at its queue
         self._sync_ms = model.cost.dp_sync_ms()
+        self._async_scheduling = model.pool.async_scheduling
         self._own_worker = model.pool.gpus_per_instance > 1
         self._is_idle = False
         self._extra_host_ms = self._after_ms = 0.0
@@ -267,8 +268,7 @@ class Instance:
 
     def _next_run(self, plans: dict[int, RankPlan]) -> OneStep | StepRun:
         """The step that runs `plans`, or as many steps as nothing changes in."""
-        model, batch, pool = self.model, self._batch, self.pool
-        eplb = self.eplb
+        model, batch, eplb = self.model, self._batch, self.eplb
         if eplb:
             self._extra_host_ms += eplb.begin(batch.step)
         experts = eplb or model
@@ -277,18 +277,18 @@ class Instance:
         drafts = model.verification.settle(batch) if model.verification else model.acceptance.draft_tokens
         load = load_of(plans, batch, 1 + drafts, experts.cost)
         steps = 1 if plans or extra_ms or after_ms else self.ranks.steps_ahead()
-        if eplb:
+        if eplb and steps > 1:
             steps = min(steps, eplb.steps_ahead(batch.step))
         times = time_steps(
             experts.cost,
             load,
             batch,
             steps,
-            experts.balancedness(load.total_tokens / pool.dep),
+            experts.balancedness(load.total_tokens / self._dep),
             extra_host_ms=extra_ms,
             after_ms=after_ms,
             sync_ms=self._sync_ms,
-            async_scheduling=pool.async_scheduling,
+            async_scheduling=self._async_scheduling,
             lead_ms=self._lead_ms,
             seen_ms=self._seen_ms,
             own_worker=self._own_worker,
@@ -393,7 +393,7 @@ class Instance:
 
     def _book(self, plans: dict[int, RankPlan], run: OneStep | StepRun) -> None:
         batch = self._batch
-        self.time.book_steps(run.sums(), batch.idle_ranks / self.pool.dep, self._cause)
+        self.time.book_steps(run.sums(), batch.idle_ranks / self._dep, self._cause)
         sequences = batch.running
         for plan in plans.values():
             sequences -= len(plan.loads)

@@ -41,10 +41,16 @@ class KvLoads:
         return True
 
     def queue_seen(self, ranks: Ranks, visible_before_ns: int) -> None:
-        """Queue the hand-overs that the scheduler sees by now."""
+        """Queue the hand-overs that the scheduler sees by now; where the plan that comes next would begin their loads
+        for certain, they begin."""
         unseen = self.unseen
         while unseen and unseen[0].ready_ns < visible_before_ns:
-            ranks.add(unseen.popleft())
+            seq = unseen.popleft()
+            if ranks.can_load_beside(seq, 0):
+                ranks.hold_load(seq)
+                ranks.begun_loads.append(seq)
+            else:
+                ranks.add(seq)
 
     def take_unseen(self, ranks: Ranks, run: OneStep | StepRun, now_ns: int, may_be_cut: bool) -> None:
         """`run` begins, of which one step at least was planned before these came."""

@@ -2,7 +2,6 @@
 them. Knows no clock: it is told the time, and says what a step hands on.
 """
 
-
 from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.rank import Chunk, Rank, chunk_tokens
@@ -18,9 +17,7 @@ class Ranks:
     back in the last plan. `begun_loads`: requests whose load is to begin.
     """
 
-    def __init__(
-        self, model: InstanceModel, load: memoryview, load_tokens: memoryview
-    ) -> None:
+    def __init__(self, model: InstanceModel, load: memoryview, load_tokens: memoryview) -> None:
         self.model, self.pool = model, model.pool
         self.load, self.load_tokens = load, load_tokens
         self.queues = [Rank(model.make_cache(), model.make_host_tier()) for _ in range(model.pool.dep)]
@@ -79,22 +76,23 @@ class Ranks:
             cache.evict_to(self.model.kv_tokens)
 
     def can_load_beside(self, seq: Sequence, steps: int) -> bool:
-        """Will the scheduler begin the load of `seq` when it next looks, whichever loads end before, and have KV left
-        for the next `steps`?"""
-        rank, caps = self.queues[seq.rank], self._caps
-        most = len(rank.decoding) + len(rank.holding)
-        return (
-            seq.rank not in self._busy
-            and most < caps.max_num_seqs
-            and most * caps.width < caps.max_num_batched_tokens
-            and seq.prompt_tokens <= self.batch.room(seq.rank, self.batch.step + steps)
-        )
+        """Will the scheduler begin the load of `seq` when it next looks? `steps`: that it is to have KV for."""
+        r, caps, batch = seq.rank, self._caps, self.batch
+        if r in self._busy:
+            return False
+        most = len(self.queues[r].decoding) + len(self.queues[r].holding)
+        if most >= caps.max_num_seqs or most * caps.width >= caps.max_num_batched_tokens:
+            return False
+        return seq.prompt_tokens <= batch.room(r, batch.step + steps)
 
     def hold_load(self, seq: Sequence) -> None:
-        """The hand-over of `seq` begins beside steps that are under way."""
-        self.queues[seq.rank].begin_load(seq, 0, seq.prompt_tokens)
-        self._hold_loads(seq.rank)
-        self.begun_loads.clear()
+        """The load of `seq` begins, which may be beside others (`can_load_beside`)."""
+        r, rank, tokens = seq.rank, self.queues[seq.rank], seq.prompt_tokens
+        seq.loaded_tokens, seq.is_loading = tokens, True
+        rank.holding.append(seq)
+        self.batch.hold(r, tokens)
+        if rank.cache.tokens:
+            self._make_room(r, self.batch.step)
 
     def is_blocked(self, r: int, kv_loaded: bool) -> bool:
         """Can a request that comes to rank `r` not start before another ends? One with its KV needs no more of it, or
@@ -289,7 +287,8 @@ class Ranks:
     def _leave_cached(self, seq: Sequence, tokens: int) -> None:
         """`seq` holds its KV no more: what others share with it stays theirs, its first `tokens` may be hit."""
         cache, batch = self.queues[seq.rank].cache, self.batch
-        batch.held[seq.rank] += cache.end(seq.request, tokens)
+        if shared := cache.end(seq.request, tokens):
+            batch.held[seq.rank] += shared
         if cache.tokens:
             self._make_room(seq.rank, batch.step)
 

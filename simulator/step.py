@@ -196,17 +196,15 @@ def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tu
         ms = _attention_of_rank(attention_ms, load, batch, 0) if batch.occupants[0] else 0.0
         return ms, ms
     if n > FEW_RANKS:
-        tokens = pairs = context = 0.0
-        if load.prefills:
-            tokens, pairs, context = np.zeros((3, n))
-            for r, own in load.prefills.items():
-                tokens[r], pairs[r], context[r] = own.tokens, own.pairs, own.context
-        times = attention_ms(tokens, pairs, context, batch.request_vector, batch.contexts())
+        prefill: Any = np.zeros((3, n)) if load.prefills else (0.0, 0.0, 0.0)
+        for r, own in load.prefills.items():
+            prefill[:, r] = own.tokens, own.pairs, own.context
+        times = attention_ms(*prefill, batch.request_vector, batch.contexts())
         return float(np.maximum.reduce(times)), float(np.add.reduce(times)) / n
-    each = [
-        _attention_of_rank(attention_ms, load, batch, r) if occupants else 0.0
-        for r, occupants in enumerate(batch.occupants)
-    ]
+    each = [0.0] * n
+    for r in load.prefills if not batch.running else range(n):
+        if batch.occupants[r]:
+            each[r] = _attention_of_rank(attention_ms, load, batch, r)
     return max(each), _sum_of_few(each) / n
 
 
