@@ -42,7 +42,8 @@ class DecodeBatch:
         self.held, self._held_vector = _cells(n)
         self._base, self._base_vector = _cells(n)
         self._ranks, self._kv_tokens, self.acceptance = ranks, kv_tokens, acceptance
-        self._ends: list[tuple[int, int, Sequence]] = []
+        self._ends: dict[int, list[Sequence]] = {}  # by their last step, in order of start
+        self._end_steps: list[int] = []  # a heap
         self._started = 0
         self.roomy_until = 2**62
 
@@ -75,8 +76,9 @@ class DecodeBatch:
         seq.growth = growth = tokens / steps
         seq.generated_tokens = seq.request.output_tokens - tokens
         if seq.preemptions:  # the end that it was to have before may be at the same step
-            self._ends = [end for end in self._ends if end[2] is not seq]
-            heapq.heapify(self._ends)
+            for ends in self._ends.values():
+                if seq in ends:
+                    ends.remove(seq)
         self._ranks[r].decoding[seq] = None
         self.running += 1
         self.requests[r] += 1
@@ -84,7 +86,16 @@ class DecodeBatch:
         self._base[r] += context - growth * step
         self._bound_room(r)
         self._started += 1
-        heapq.heappush(self._ends, (finish, self._started, seq))
+        seq.start_place = self._started
+        self._end_at(finish, seq)
+
+    def _end_at(self, step: int, seq: Sequence) -> None:
+        ends = self._ends.get(step)
+        if ends is None:
+            self._ends[step] = [seq]
+            heapq.heappush(self._end_steps, step)
+        else:
+            ends.append(seq)
 
     def stop(self, seq: Sequence) -> float:
         """Take `seq` out; its context by now, tokens."""
@@ -107,11 +118,12 @@ class DecodeBatch:
         for r, requests in enumerate(self.requests):
             if requests:
                 self.growth[r] = self._base[r] = 0.0
-        running = sorted([(order, seq) for finish, order, seq in self._ends if seq.finish_step == finish])
-        for _, seq in running:
+        running = [seq for finish, ends in self._ends.items() for seq in ends if seq.finish_step == finish]
+        running.sort(key=lambda seq: seq.start_place)
+        self._ends, self._end_steps = {}, []
+        for seq in running:
             self._go_on(seq)
-        self._ends = [(seq.finish_step, order, seq) for order, seq in running]
-        heapq.heapify(self._ends)
+            self._end_at(seq.finish_step, seq)
         self.roomy_until = self.step
 
     def _go_on(self, seq: Sequence) -> None:
@@ -127,18 +139,20 @@ class DecodeBatch:
 
     def pop_ended(self) -> list[Sequence]:
         """Requests whose last step has passed, in order of their start; they are still to be stopped."""
-        ended, ends = [], self._ends
-        while ends and ends[0][0] <= self.step:
-            seq = heapq.heappop(ends)[2]
-            if seq.finish_step == self.step:
-                ended.append(seq)
+        step, ended = self.step, []
+        while self._end_steps and self._end_steps[0] <= step:
+            for seq in self._ends.pop(heapq.heappop(self._end_steps)):
+                if seq.finish_step == step:  # else it was preempted since
+                    ended.append(seq)
         return ended
 
     def steps_to_next_end(self) -> int:
         """Steps until some request ends; at least one must be decoding."""
-        while self._ends[0][2].finish_step != self._ends[0][0]:  # preempted since
-            heapq.heappop(self._ends)
-        return self._ends[0][0] - self.step
+        while True:
+            step = self._end_steps[0]
+            if any(seq.finish_step == step for seq in self._ends[step]):
+                return step - self.step
+            del self._ends[heapq.heappop(self._end_steps)]  # all were preempted since
 
     def context(self, r: int) -> float:
         """Sum of the contexts of rank `r`, tokens."""

@@ -238,8 +238,8 @@ class Instance:
                 if kv_loads.unseen:
                     kv_loads.queue_seen(ranks, now + 1)
                 plans, planned_ns = ranks.plan(now, now + 1), now  # nothing runs: all that is here is seen
-            if not plans and not batch.running:
-                self._under_way = None
+                if not plans:
+                    self._under_way = None
             if ranks.begun_loads:
                 self._begin_loads(planned_ns)
             if not plans and not batch.running:

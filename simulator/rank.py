@@ -52,11 +52,10 @@ class Rank:
         waiting = self.waiting
         return bool(waiting and waiting[0].ready_ns < visible_before_ns)
 
-    @property
     def only_decodes(self) -> bool:
-        return not (self.waiting or self.partial or (self.holding and self.has_kv_in_line))
+        """Has it nothing but requests that decode, and loads under way?"""
+        return not (self.waiting or self.partial or (self.holding and self.has_kv_in_line()))
 
-    @property
     def has_kv_in_line(self) -> bool:
         """Is there a request that is to start with KV that it holds?"""
         for seq in self.holding:  # noqa: SIM110 - as above

@@ -18,19 +18,19 @@ class Ranks:
     """
 
     def __init__(self, model: InstanceModel, load: memoryview, load_tokens: memoryview) -> None:
-        self.model, self.pool = model, model.pool
+        self.model = model
         self.load, self.load_tokens = load, load_tokens
         self.queues = [Rank(model.make_cache(), model.make_host_tier()) for _ in range(model.pool.dep)]
         self.begun_loads: list[Sequence] = []
         self.batch = DecodeBatch(self.queues, model.kv_tokens, model.acceptance)
         self.outputs: list[tuple[Sequence, bool]] = []
         self.blocked: dict[int, str] = {}
-        self.most_admitted = 0
-        self.preemptions = 0
+        self.most_admitted = self.preemptions = 0
         self._busy: set[int] = set()  # ranks with waiting or partly prefilled requests
         self._preempted: set[int] = set()  # ranks that admit nothing in the step that is planned next
         self._wave_began = 0
         self._caps = Caps(model.pool, width=1 + model.acceptance.draft_tokens, replay_tokens=model.replay_tokens)
+        self._prefills = model.pool.role == "prefill"
         self._interval = model.pool.prefill_schedule_interval
 
     # -- what comes from outside ----------------------------------------------------------------------------------
@@ -63,13 +63,13 @@ class Ranks:
             self.batch.held[r] -= seq.prompt_tokens
         elif seq in rank.waiting:
             rank.waiting.remove(seq)
-        if rank.only_decodes:
+        if rank.only_decodes():
             self._busy.discard(r)
         return self.blocked.pop(r, None) is not None
 
     def prime(self, r: int, request: Request) -> None:
         """Put the whole prompt of `request` into a rank's prefix cache."""
-        if self.pool.enable_prefix_caching:
+        if self._caps.enable_prefix_caching:
             cache = self.queues[r].cache
             cache.begin(request, 0)
             cache.end(request, request.input_tokens)
@@ -168,7 +168,7 @@ class Ranks:
             self._make_room(r, batch.step)
         self.begun_loads += rank.begun
         rank.begun.clear()
-        if rank.only_decodes:
+        if rank.only_decodes():
             self._busy.discard(r)
 
     def _admit(self, r: int, plan: RankPlan) -> None:
@@ -187,13 +187,13 @@ class Ranks:
             batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)
         if rank.cache.tokens:
             self._make_room(r, batch.step)
-        if rank.only_decodes:
+        if rank.only_decodes():
             self._busy.discard(r)
 
     def steps_ahead(self) -> int:
         """Steps in which nothing changes but the context, if nothing comes and none of them is planned."""
         batch = self.batch
-        if not self.model.coalesce or any(not self.is_blocked(r, self.queues[r].has_kv_in_line) for r in self._busy):
+        if not self.model.coalesce or any(not self.is_blocked(r, self.queues[r].has_kv_in_line()) for r in self._busy):
             return 1
         ahead = min(batch.steps_to_next_end(), MOST_STEPS)
         return max(1, batch.steps_with_room(ahead))
@@ -259,9 +259,9 @@ class Ranks:
         rank.partial.remove(seq)
         if rank.host:
             rank.host.store(seq.request, seq.request.input_tokens)
-        if rank.only_decodes:
+        if rank.only_decodes():
             self._busy.discard(r)
-        if self.pool.role == "prefill":
+        if self._prefills:
             batch.leave(r)
             self.outputs.append((seq, True))
             return

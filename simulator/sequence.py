@@ -9,10 +9,11 @@ class Sequence:
     `computed_tokens`: of its prompt in KV; `cached_tokens`: of its first prefill's hit; `shared_tokens`: of its hit,
     what others held when it was admitted; `generated_tokens`: made before it was preempted; `kv_elsewhere`: its
     prompt's KV is loaded from a prefill instance; `loaded_tokens`: of its prompt in KV once a load has ended, before it
-    is admitted; `is_loading`: the load is under way; `place`: in its rank's order of admission. `start_step`,
-    `start_context`: from where it decodes, until `finish_step`, `growth` tokens a step; `done_tokens`: decoded since it
-    began to, before `start_step`. A plain class: two are made of each request, and a dataclass's arguments cost more
-    than its fields do.
+    is admitted; `is_loading`: the load is under way; `place`: in its rank's order of admission.
+
+    It decodes from `start_step` on, with a context of `start_context` there and `growth` tokens a step, until
+    `finish_step`; `done_tokens`: decoded since it began to, before `start_step`; `start_place`: in its instance's order
+    of starts. A plain class: two are made of each request, and a dataclass's many arguments cost more than its fields.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class Sequence:
         "scheduled_ns",
         "shared_tokens",
         "start_context",
+        "start_place",
         "start_step",
     )
 
@@ -52,6 +54,6 @@ class Sequence:
         self.loaded_tokens = self.generated_tokens = self.preemptions = 0
         self.kv_elsewhere = self.is_loading = False
         self.finish_step = self.place = -1
-        self.start_step = 0
+        self.start_step = self.start_place = 0
         self.start_context = self.done_tokens = self.growth = 0.0
         self.first_token_ns = self.scheduled_ns = self.prefill_done_ns = -1
