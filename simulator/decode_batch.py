@@ -154,6 +154,11 @@ class DecodeBatch:
                 return step - self.step
             del self._ends[heapq.heappop(self._end_steps)]  # all were preempted since
 
+    def most_requests(self) -> float:
+        """Decoding requests of the rank with most."""
+        requests = self.request_vector
+        return requests.item(requests.argmax())  # several times as fast as its maximum
+
     def context(self, r: int) -> float:
         """Sum of the contexts of rank `r`, tokens."""
         return self._base[r] + self.growth[r] * self.step

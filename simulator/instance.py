@@ -307,11 +307,14 @@ class Instance:
         outputs, self.ranks.outputs = self.ranks.outputs, []
         if self._frontend:
             delay_ns += self._frontend.work_ns(max(1, self._batch.running))
-        if not self._prefills:
-            for seq, _ in outputs:
-                if seq.first_token_ns < 0:
-                    seq.first_token_ns = self.env.now_ns + delay_ns
-        if ends := [seq for seq, has_ended in outputs if has_ended]:
+        ends: list[Sequence] = []
+        first_token_ns = self.env.now_ns + delay_ns
+        for seq, has_ended in outputs:
+            if seq.first_token_ns < 0 and not self._prefills:
+                seq.first_token_ns = first_token_ns
+            if has_ended:
+                ends.append(seq)
+        if ends:
             if delay_ns:
                 self.env.after(delay_ns, self._hand_on, ends)
             else:

@@ -118,7 +118,8 @@ class SessionCache:
         node.children += 1
         self._hold(node)
         self._lead(request.session, own, _UNTIL_ITS_END)
-        self._restore(request, own)
+        if request.prefix_session >= 0:
+            self._restore(request, own)
         return shared
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -214,8 +215,6 @@ class SessionCache:
     def _restore(self, request: Request, own: _Stretch) -> None:
         """Where the chain that `request` begins like has lost some of that, `request` computes it for both."""
         like = request.prefix_session
-        if like < 0:
-            return
         runs = self._chains.get(like, (own, 0))[1] == _UNTIL_ITS_END
         if not runs and self._chain(like)[1] < request.reuse_tokens:
             self._lead(like, own, request.reuse_tokens)

@@ -89,7 +89,7 @@ def plan_rank(rank: Rank, chunks: list[Chunk], given: Given, room_tokens: float,
         loads, blocked_by = _take_loaded(rank, resumed, given, seats, budget)
         budget -= len(loads) * caps.width
         seats -= len(loads)
-        resumed = [seq for seq in resumed if not seq.kv_elsewhere]
+        resumed = [seq for seq in resumed if not seq.kv_elsewhere] if len(loads) < len(resumed) else []
     if resumed or rank.waiting:
         started, why = _take_waiting(rank, resumed, chunks, given, seats, budget, room_tokens, defers)
         blocked_by = why or blocked_by

@@ -200,7 +200,7 @@ def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tu
         for r, own in load.prefills.items():
             prefill[:, r] = own.tokens, own.pairs, own.context
         times = attention_ms(*prefill, batch.request_vector, batch.contexts())
-        return float(np.maximum.reduce(times)), float(np.add.reduce(times)) / n
+        return times.item(times.argmax()), float(np.add.reduce(times)) / n  # several times as fast as its maximum
     each = [0.0] * n
     for r in load.prefills if not batch.running else range(n):
         if batch.occupants[r]:

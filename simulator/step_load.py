@@ -56,7 +56,7 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     """
     prefills: dict[int, Prefill] = {}
     chunks, prefill_tokens, admission_ms = 0, 0, 0.0
-    widest = max(batch.requests) * width if batch.running else 0.0
+    widest = batch.most_requests() * width if batch.running else 0.0
     for r, plan in plans.items():
         if plan.chunks:
             prefills[r] = prefill = _prefill_of(plan.chunks, cost.short_chunks)
