@@ -39,7 +39,7 @@ class DecodeBatch:
         self.occupants, self.idle_ranks = [0] * n, n
         self.requests, self.request_vector = _cells(n)
         self.growth, self.growth_vector = _cells(n)
-        self.held, self._held_vector = _cells(n)
+        self.held = [0.0] * n
         self._base, self._base_vector = _cells(n)
         self._ranks, self._kv_tokens, self.acceptance = ranks, kv_tokens, acceptance
         self._ends: dict[int, list[Sequence]] = {}  # by their last step, in order of start
@@ -165,7 +165,7 @@ class DecodeBatch:
 
     def contexts(self) -> np.ndarray:
         """Sum of contexts (ranks,), tokens."""
-        return self._base_vector + self.growth_vector * self.step
+        return self._base_vector + self.growth_vector * float(self.step)
 
     def room(self, r: int, step: int) -> float:
         """KV tokens of rank `r` that no request needs in the step that follows `step` steps, if nothing else changes.
@@ -176,14 +176,14 @@ class DecodeBatch:
         """At most `steps`, fewer where the one after them finds no KV; 0 where the next one does."""
         if self.step + steps <= self.roomy_until:
             return steps
-        room = self._kv_tokens - self._held_vector - self.contexts()
+        room = self._kv_tokens - np.array(self.held) - self.contexts()
         if (room < self.growth_vector * steps).any():
             return 1 + int(np.floor(room / np.maximum(self.growth_vector, 1e-12)).min())
         return steps
 
     def ranks_short_of_room(self) -> list[int]:
         """Ranks whose next step finds no KV."""
-        short = self.contexts() + self._held_vector > self._kv_tokens
+        short = self.contexts() + np.array(self.held) > self._kv_tokens
         self.roomy_until = 2**62
         for r, requests in enumerate(self.requests):
             if requests:

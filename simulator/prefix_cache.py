@@ -29,9 +29,9 @@ class PrefixCache(Protocol):
         """Of the first `cached_tokens` of `request`, those that running requests hold. Changes nothing."""
         ...
 
-    def begin(self, request: Request, cached_tokens: int) -> int:
+    def begin(self, request: Request, cached_tokens: int, tokens: int = 0) -> int:
         """`request` starts with its first `cached_tokens` from here, and holds them until `end`; how many of them other
-        running requests hold."""
+        running requests hold. Its first `tokens` may be hit from now on."""
         ...
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -107,7 +107,7 @@ class SessionCache:
     def held_tokens(self, request: Request, cached_tokens: int) -> int:
         return _held_tokens(self._find(request)[0], cached_tokens)
 
-    def begin(self, request: Request, cached_tokens: int) -> int:
+    def begin(self, request: Request, cached_tokens: int, tokens: int = 0) -> int:
         if request.session < 0:
             return 0
         found = self._find(request)[0]
@@ -120,6 +120,7 @@ class SessionCache:
         self._lead(request.session, own, _UNTIL_ITS_END)
         if request.prefix_session >= 0:
             self._restore(request, own)
+        own.end_at(tokens)
         return shared
 
     def grow(self, request: Request, tokens: int) -> None:

@@ -203,10 +203,10 @@ def _start_prefill(rank: Rank, seq: Sequence, now_ns: int, cached: int, new: int
     _admit(rank, seq, now_ns)
     if seq.loaded_tokens:
         seq.shared_tokens = seq.loaded_tokens  # held since the load began
+        if caching:
+            rank.cache.grow(seq.request, cached + new)
     elif caching:
-        seq.shared_tokens = rank.cache.begin(seq.request, cached)
-    if caching:
-        rank.cache.grow(seq.request, cached + new)
+        seq.shared_tokens = rank.cache.begin(seq.request, cached, cached + new)
     seq.computed_tokens = cached
     if seq.preemptions == 0:
         seq.cached_tokens = cached

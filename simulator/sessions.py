@@ -91,11 +91,10 @@ class SessionSource:
         lane.in_flight -= 1
         run = lane.runs[index]
         out: list[Request] = []
-        if children := lane.spawned.get((index, run.turn)):
-            for child in children:
-                out += self._start_stream(lane, child, now_ns)
-                if lane.tree.streams[child].joined:
-                    self._await(lane, index, child)
+        for child in lane.spawned.get((index, run.turn), ()):
+            out += self._start_stream(lane, child, now_ns)
+            if lane.tree.streams[child].joined:
+                self._await(lane, index, child)
         run.turn += 1
         out += self._go_on(lane, index, now_ns)
         return out + self._send_held(lane, now_ns) if lane.held else out
