@@ -37,7 +37,7 @@ class PoolOfInstances:
             self.instances.append(instance)
             self._places += [(instance, r) for r in range(model.pool.dep)]
         self.down: set[Instance] = set()
-        self._counts_output = models[0].pool.role != "prefill"
+        self._computes_prompts, self._decodes = models[0].pool.role != "decode", models[0].pool.role != "prefill"
         self._home: dict[int, int] = {}
         self.loads = RankLoads(np.frombuffer(requests, np.int64), np.frombuffer(tokens, np.int64), self._home)
 
@@ -45,13 +45,13 @@ class PoolOfInstances:
         """(instance, rank, tokens that it is counted with there from now on) for `request`."""
         place = self._place_up(request) if self.down else self.router.choose(request, self.loads)
         tokens = request.input_tokens
-        if request.session >= 0:
+        if request.session >= 0 and self._computes_prompts:
             home, session, like = self._home, request.session, request.prefix_session
             if home.get(session) == place or (like >= 0 and home.get(like) == place):
                 tokens -= request.reuse_tokens
             home[session] = place
         instance, r = self._places[place]
-        if self._counts_output:
+        if self._decodes:
             tokens += request.output_tokens
         self._requests[place] += 1
         self._tokens[place] += tokens

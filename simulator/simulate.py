@@ -230,13 +230,13 @@ class _Run:
             wait = request.arrival_ns + self.frontend_ns - self.env.now_ns
             if wait > 0:
                 yield wait
+            self.in_flight += 1
             self._submit(request)
         self._no_more = True
         self._check_done()
 
     def _submit(self, request: Request) -> None:
         self.submitted += 1
-        self.in_flight += 1
         if request.input_tokens + request.output_tokens > self.limit_tokens:
             self.rejected += 1
             self._leave(request)
@@ -276,14 +276,10 @@ class _Run:
     def _leave(self, request: Request) -> None:
         self.in_flight -= 1
         for following in self.source.finished(request, self.env.now_ns):
-            self.in_flight += 1  # so that the run does not end before it comes
-            self.env.after(following.arrival_ns + self.frontend_ns - self.env.now_ns, self._follow, following)
+            self.in_flight += 1  # before it comes, so that the run does not end
+            self.env.after(following.arrival_ns + self.frontend_ns - self.env.now_ns, self._submit, following)
         if self._no_more:
             self._check_done()
-
-    def _follow(self, request: Request) -> None:
-        self.in_flight -= 1
-        self._submit(request)
 
     def _check_done(self) -> None:
         if self.in_flight == 0 and not self._all_done.triggered:
