@@ -150,8 +150,9 @@ class DecodeBatch:
         """Steps until some request ends; at least one must be decoding."""
         while True:
             step = self._end_steps[0]
-            if any(seq.finish_step == step for seq in self._ends[step]):
-                return step - self.step
+            for seq in self._ends[step]:
+                if seq.finish_step == step:
+                    return step - self.step
             del self._ends[heapq.heappop(self._end_steps)]  # all were preempted since
 
     def most_requests(self) -> float:

@@ -192,8 +192,8 @@ class Ranks:
 
     def steps_ahead(self) -> int:
         """Steps in which nothing changes but the context, if nothing comes and none of them is planned."""
-        batch = self.batch
-        if not self.model.coalesce or any(not self.is_blocked(r, self.queues[r].has_kv_in_line()) for r in self._busy):
+        batch, queues = self.batch, self.queues
+        if not self.model.coalesce or any([not self.is_blocked(r, queues[r].has_kv_in_line()) for r in self._busy]):
             return 1
         ahead = min(batch.steps_to_next_end(), MOST_STEPS)
         return max(1, batch.steps_with_room(ahead))

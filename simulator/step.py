@@ -184,14 +184,10 @@ def time_steps(
     return StepTimes(wall, without_sync, lead, next_lead, lead, next_lead, launch, gpu, slowest, mean, shared)
 
 
-def _of_numbers(cost: PoolCost) -> Callable[..., Any]:
-    """`cost.attention_ms`, typed for numbers too."""
-    return cost.attention_ms
-
-
 def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tuple[float, float]:
     """(slowest rank's, mean over ranks) attention time of one step, ms."""
-    n, attention_ms = len(batch.requests), _of_numbers(cost)
+    n = len(batch.requests)
+    attention_ms: Callable[..., Any] = cost.attention_ms  # of numbers too
     if n == 1:
         ms = _attention_of_rank(attention_ms, load, batch, 0) if batch.occupants[0] else 0.0
         return ms, ms
@@ -227,10 +223,11 @@ def _sum_of_few(each: list[float]) -> float:
 def _attention_of_run(cost: PoolCost, batch: DecodeBatch, steps: int) -> tuple[FloatArray, FloatArray]:
     """The same of `steps` steps of decoding requests, (steps,) each."""
     n, ahead = len(batch.requests), _AHEAD[:steps]
+    attention_ms: Callable[..., Any] = cost.attention_ms
     if n == 1:
-        own = _of_numbers(cost)(0.0, 0.0, 0.0, batch.requests[0], batch.context(0) + batch.growth[0] * ahead)
+        own = attention_ms(0.0, 0.0, 0.0, batch.requests[0], batch.context(0) + batch.growth[0] * ahead)
         return own, own
     context = batch.contexts() + batch.growth_vector * ahead[:, None]
-    times = _of_numbers(cost)(0.0, 0.0, 0.0, batch.request_vector, context)
+    times = attention_ms(0.0, 0.0, 0.0, batch.request_vector, context)
     # Reductions by their ufuncs: the methods' wrappers cost as much as small arrays do.
     return np.maximum.reduce(times, axis=1), np.add.reduce(times, axis=1) / n
