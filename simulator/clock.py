@@ -31,7 +31,9 @@ class Clock(simpy.Environment):
     @property
     def next_ns(self) -> int:
         """When what is in the queue comes next; NEVER if nothing is."""
-        return min(queue[0][0] if queue else NEVER for queue in (self._queue, self._far))  # type: ignore[return-value]
+        queue: list[Any] = self._queue
+        soon_ns = queue[0][0] if queue else NEVER
+        return self._far[0][0] if self._far and self._far[0][0] < soon_ns else soon_ns
 
     def after(self, delay_ns: int, call: Callable[[Any], None], value: Any, priority: int = NORMAL) -> None:
         """Call `call(value)` when `delay_ns` have passed: a timeout without what SimPy needs of one."""
