@@ -35,12 +35,13 @@ def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0)
 
 
 class _Replicas(NamedTuple):
-    """Replicas that EPLB gives each expert: `number` (experts,), `most` of one. From `all_from` tokens on each has one,
-    to the last bit."""
+    """Replicas that EPLB gives each expert, coldest first: `number` (experts,), `most` of one. `minus_sure_from`
+    (experts,), rising: from that many tokens on the replicas of this expert and of all behind it have one each, to the
+    last bit."""
 
     number: np.ndarray
     most: int
-    all_from: float
+    minus_sure_from: np.ndarray
 
 
 @lru_cache(maxsize=256)
@@ -48,8 +49,8 @@ def _replicas(experts: int, top_k: int, sigma: float, redundant: int) -> _Replic
     shares = _choice_shares(experts, top_k, sigma)
     number = replicate(shares[None], experts + redundant)[2][0]
     with np.errstate(divide="ignore"):  # an expert that every token chooses
-        until = np.log(_BELOW_ROUNDING) / np.log1p(-shares) * number
-    return _Replicas(number, int(number.max()), float(until.max()))
+        until = np.maximum(1.0, np.log(_BELOW_ROUNDING) / np.log1p(-shares)) * number
+    return _Replicas(number.astype(float), int(number.max()), -np.maximum.accumulate(until[::-1])[::-1])
 
 
 @lru_cache(maxsize=65536)
@@ -59,11 +60,15 @@ def replicas_touched(tokens: float, experts: int, top_k: int, sigma: float, redu
     if not redundant:
         return experts_touched(tokens, experts, top_k, sigma)
     shares = _choice_shares(experts, top_k, sigma)
-    replicas, most, all_from = _replicas(experts, top_k, sigma, redundant)
-    if tokens >= all_from:
+    replicas, most, minus_sure_from = _replicas(experts, top_k, sigma, redundant)
+    # Powers take most of the time, and ten times as long where they come near to 0, so only those that count are taken.
+    unsure = int(minus_sure_from.searchsorted(-tokens))
+    if not unsure:
         return float(experts + redundant)
-    served = tokens / replicas
+    shares, served = shares[:unsure], tokens / replicas[:unsure]
     touched = 1.0 - (1.0 - shares) ** served
     if tokens < most:  # some replica serves less than one
         touched = np.where(served < 1.0, shares * served, touched)
-    return float(np.add.reduce(replicas * touched))
+    number = replicas.copy()
+    number[:unsure] *= touched
+    return float(np.add.reduce(number))

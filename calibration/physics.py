@@ -144,9 +144,19 @@ class PhysicalCost:
             + m.decode_kv_read_bytes_per_sequence / pool.tp / (hbm_bytes_ms * c.kv_read_efficiency)
         )
         self._pair_ms = (c.prefill_pair_ms + sum(f.per_pair_ms for f in fixes_off)) / pool.tp
+        self._prefill_context_ms, self._host_request_ms = c.prefill_context_ms, c.host_request_ms
+        self._admission_ms, self._admission_token_ms = c.admission_fixed_ms, c.admission_token_ms
+        decodes_ms = c.eager_decode_launch_ms if pool.role != "prefill" else 0.0
+        self._eager_floor_ms = c.eager_floor_ms + decodes_ms + (c.eager_ep_launch_ms if self.width > 1 else 0.0)
+        self._eager_token_ms, self._piecewise_floor_ms = c.eager_token_launch_ms, c.piecewise_floor_ms
+        self._capture_limit = pool.max_cudagraph_capture_size
         self._replay_layers = max(0, m.replay_layers - sum(f.full_layers for f in fixes_off))
         self._token_fix_ms = sum(f.per_token_ms for f in fixes_off)
         self._expert_flops = 6.0 * m.hidden * m.expert_intermediate
+        self._prefill_flops, self._decode_flops = self._dense_flops("prefill"), self._dense_flops("decode")
+        self._dense_flop_rate = self._flop_rate("fp8") * c.dense_flop_efficiency
+        self._moe_flop_rate = self._flop_rate("fp4") * c.moe_flop_efficiency
+        self._moe_read_rate = g.hbm_tb_s * 1e9 * c.moe_read_efficiency
         self._redundant_experts = deployment.redundant_experts(pool)
         self._record_ms = c.eplb_record_ms if deployment.eplb.enabled and self.width > 1 else 0.0
         self.draft_balancedness: Callable[[float], float] | None = None
@@ -168,13 +178,15 @@ class PhysicalCost:
         decode_requests: FloatArray,
         decode_context: FloatArray,
     ) -> FloatArray:
-        return (
+        prefill = (
             self._pair_ms * prefill_pairs
-            + self.c.prefill_context_ms * prefill_context
+            + self._prefill_context_ms * prefill_context
             + self._token_fix_ms * prefill_tokens
-            + self._request_ms * decode_requests
-            + self._context_ms * decode_context
         )
+        own = self._request_ms * decode_requests
+        if not (isinstance(prefill, float) and prefill == 0.0):  # where none prefills, one vector less to add
+            own = prefill + own
+        return own + self._context_ms * decode_context
 
     # -- all ranks together ---------------------------------------------------------------------------------------
     def _shared_time(
@@ -184,7 +196,7 @@ class PhysicalCost:
         # Layers that a prefill runs on its replay window alone see fewer tokens than the others.
         narrow = total - prefill_tokens + min(prefill_tokens, m.replay_tokens_per_hit * prefill_chunks)
         narrow_share = self._replay_layers / m.layers
-        padded = padded_tokens(widest, self.pool.max_cudagraph_capture_size)
+        padded = padded_tokens(widest, self._capture_limit)
         # MoE: once over all layers at the full batch, the replayed layers at the narrow one.
         full_ms, full_excess = self._moe_ms(total, m.moe_layers * (1 - narrow_share), balancedness)
         thin_ms, thin_excess = self._moe_ms(narrow, m.moe_layers * narrow_share, balancedness)
@@ -217,9 +229,8 @@ class PhysicalCost:
         )
 
     def _dense_ms(self, tokens: int, prefill_share: float) -> float:
-        c = self.c
-        flops = prefill_share * self._dense_flops("prefill") + (1 - prefill_share) * self._dense_flops("decode")
-        flop_ms = tokens * flops / self.pool.tp / (self._flop_rate("fp8") * c.dense_flop_efficiency)
+        flops = prefill_share * self._prefill_flops + (1 - prefill_share) * self._decode_flops
+        flop_ms = tokens * flops / self.pool.tp / self._dense_flop_rate
         return self._roofline(self._dense_read_ms, flop_ms)
 
     def _dense_flops(self, phase: str) -> float:
@@ -241,12 +252,12 @@ class PhysicalCost:
         """(time with even load, excess of the hottest GPU) of `layers` MoE layers over `tokens` of all ranks."""
         if tokens <= 0 or layers <= 0:
             return 0.0, 0.0
-        m, g, c = self.model, self.gpu, self.c
-        touched = replicas_touched(tokens, m.routed_experts, m.top_k, c.routing_sigma, self._redundant_experts)
+        m = self.model
+        touched = replicas_touched(tokens, m.routed_experts, m.top_k, self.c.routing_sigma, self._redundant_experts)
         touched /= self.width
-        read_ms = layers * touched * m.bytes_per_routed_expert / (g.hbm_tb_s * 1e9 * c.moe_read_efficiency)
+        read_ms = layers * touched * m.bytes_per_routed_expert / self._moe_read_rate
         flops = tokens * m.top_k / self.width * self._expert_flops
-        flop_ms = layers * flops / (self._flop_rate("fp4") * c.moe_flop_efficiency)
+        flop_ms = layers * flops / self._moe_flop_rate
         even = self._roofline(read_ms, flop_ms)
         return even, self._roofline(read_ms, flop_ms / balancedness) - even
 
@@ -273,7 +284,7 @@ class PhysicalCost:
         other_ms = c.draft_fixed_ms + c.draft_token_ms * widest
         if c.draft_layer_share:
             other_ms += c.draft_layer_share * draft.layers / self.model.layers * layers_ms
-        read_bytes_ms = self.gpu.hbm_tb_s * 1e9 * c.moe_read_efficiency
+        read_bytes_ms = self._moe_read_rate
         if self.draft_balancedness is None:
             touched = experts_touched(total, draft.experts, draft.top_k) / self.width
             return touched / draft.experts * draft.bytes / read_bytes_ms + other_ms
@@ -283,12 +294,12 @@ class PhysicalCost:
         # An expert of either part does the arithmetic of its bytes.
         expert_flops = draft.bytes / (draft.layers * draft.experts) / self.model.bytes_per_routed_expert
         flops = draft.layers * routed * draft.top_k / self.width * expert_flops * self._expert_flops
-        flop_ms = flops / (self._flop_rate("fp4") * c.moe_flop_efficiency)
+        flop_ms = flops / self._moe_flop_rate
         return self._roofline(read_ms, flop_ms / self.draft_balancedness(routed / self.pool.dep)) + other_ms
 
     def _roofline(self, read_ms: float, flop_ms: float) -> float:
         """Smooth maximum: the two overlap, but not perfectly where they are close."""
-        top = max(read_ms, flop_ms)
+        top = read_ms if read_ms > flop_ms else flop_ms
         if top == 0.0:
             return 0.0
         p = self.c.roofline_sharpness
@@ -296,18 +307,15 @@ class PhysicalCost:
 
     # -- host -----------------------------------------------------------------------------------------------------
     def launch_floor_ms(self, widest_tokens: int, prefill_ranks: int) -> float:
-        c = self.c
-        if widest_tokens > self.pool.max_cudagraph_capture_size:
-            decodes_ms = c.eager_decode_launch_ms if self.pool.role != "prefill" else 0.0
-            experts_ms = c.eager_ep_launch_ms if self.width > 1 else 0.0
-            return c.eager_floor_ms + decodes_ms + experts_ms + c.eager_token_launch_ms * widest_tokens
-        return c.piecewise_floor_ms if prefill_ranks else 0.0
+        if widest_tokens > self._capture_limit:
+            return self._eager_floor_ms + self._eager_token_ms * widest_tokens
+        return self._piecewise_floor_ms if prefill_ranks else 0.0
 
     def host_ms(self, widest_requests: int) -> float:
-        return self._host_fixed_ms + self.c.host_request_ms * widest_requests
+        return self._host_fixed_ms + self._host_request_ms * widest_requests
 
     def admission_ms(self, prompt_tokens: int) -> float:
-        return self.c.admission_fixed_ms + self.c.admission_token_ms * prompt_tokens
+        return self._admission_ms + self._admission_token_ms * prompt_tokens
 
     def dp_sync_ms(self) -> float:
         ranks = self.pool.dep

@@ -10,6 +10,17 @@ from rackplan.simulator.streams import Streams
 QUANTILES = 512
 """Equal shares of requests over which means are taken when the spread is set."""
 
+class _Renewal:
+    """What the number of steps depends on, of steps that yield `length` tokens on average and `second` as mean square.
+    """
+
+    __slots__ = ("cube", "excess", "length", "variance")
+
+    def __init__(self, length: float, second: float) -> None:
+        self.length, self.cube = length, length**3
+        self.excess, self.variance = second / (2 * length) - 0.5, second - length**2
+
+
 class Acceptance:
     """Steps to yield a number of tokens, drawn once per request.
 
@@ -32,7 +43,8 @@ class Acceptance:
         self._spread = spread if draft_tokens else 0.0
         self._mean = mean_probability(draft_tokens, acceptance_length, spread) if self._spread else 0.0
         self._lengths = self._seconds = np.empty(0)
-        self._second = 1.0 if self._spread else _second_moment(draft_tokens, acceptance_length)
+        second = 1.0 if self._spread else _second_moment(draft_tokens, acceptance_length)
+        self._alike = _Renewal(acceptance_length, second)  # each request's, without a spread
 
     def steps(self, request_id: int, tokens: int) -> int:
         """Decode steps of request `request_id` for `tokens` further tokens; the same for every deployment."""
@@ -43,13 +55,13 @@ class Acceptance:
         if request_id >= len(self._normal):
             self._draw(request_id)
         normal = self._normal[request_id]
-        length, second = self.acceptance_length, self._second
+        law = self._alike
         if self._spread:
-            length, second = float(self._lengths[request_id]), float(self._seconds[request_id])
-        mean = (tokens + (second / (2 * length) - 0.5)) / length
-        sd = math.sqrt(tokens * (second - length**2) / length**3)
+            law = _Renewal(float(self._lengths[request_id]), float(self._seconds[request_id]))
+        mean = (tokens + law.excess) / law.length
+        steps = round(mean + math.sqrt(tokens * law.variance / law.cube) * normal)
         least = -(-tokens // (self.draft_tokens + 1))
-        return min(tokens, max(least, round(mean + sd * normal)))
+        return tokens if steps > tokens else least if steps < least else steps
 
     def _draw(self, request_id: int) -> None:
         """Have draws for the requests up to `request_id`."""

@@ -20,12 +20,12 @@ class GpuTime:
         """Book a run of steps. `idle_share`: ranks without a request, which run dummy batches; their GPU time goes to
         `idle_cause`. What is beyond the GPU's time is the sync's where the step would be shorter without it, else the
         host's, and so is waiting for weights from host memory."""
-        steps, total, gpu_ms, sync_ms, attention_ms, mean_ms, shared = sums
-        busy_ns = (1.0 - idle_share) * steps
-        gpu = min(total, gpu_ms * NS_PER_MS)
-        sync = min(total - gpu, sync_ms * NS_PER_MS)
-        slowest = attention_ms * NS_PER_MS
-        skew = slowest - mean_ms * NS_PER_MS  # idle ranks' share is in their dummy batches
+        total, shared = sums.wall_ns, sums.shared
+        busy_ns = (1.0 - idle_share) * sums.steps
+        gpu = min(total, sums.gpu_ms * NS_PER_MS)
+        sync = min(total - gpu, sums.sync_ms * NS_PER_MS)
+        slowest = sums.attention_ms * NS_PER_MS
+        skew = slowest - sums.attention_mean_ms * NS_PER_MS  # idle ranks' share is in their dummy batches
         host = total - gpu - sync + busy_ns * shared.weight_wait * NS_PER_MS
         ep_imbalance = busy_ns * shared.ep_imbalance * NS_PER_MS
         dp_imbalance = max(0.0, skew - idle_share * slowest)

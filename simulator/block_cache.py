@@ -42,7 +42,7 @@ class BlockCache:
             held += self._tokens_of[block]
         return held
 
-    def begin(self, request: Request, cached_tokens: int) -> int:
+    def begin(self, request: Request, cached_tokens: int, tokens: int = 0) -> int:
         if request.hash_ids is None:
             return 0
         shared = self.held_tokens(request, cached_tokens) if cached_tokens else 0
@@ -50,6 +50,7 @@ class BlockCache:
         for block in blocks:
             self._hold(block)
         self._held[request] = _Held(blocks)
+        self.grow(request, tokens)
         return shared
 
     def grow(self, request: Request, tokens: int) -> None:

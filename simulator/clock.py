@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator
 from heapq import heappop, heappush
-from operator import attrgetter
 from typing import Any
 
 import simpy
@@ -10,6 +9,8 @@ from simpy.events import NORMAL, URGENT
 
 LAST = NORMAL + 1
 """First of the priorities of what comes after all else at its time, the lowest of them first."""
+FAR_NS = 1_000_000_000
+"""Calls that come later than this wait apart, so that what comes soon is found among few."""
 NEVER = 2**62
 """A time, ns, that no run comes to."""
 
@@ -18,30 +19,41 @@ Sleeps = Generator[int | None, None, None]
 
 
 class Clock(simpy.Environment):
-    """An environment whose `now` is an integer, because every delay it is given is. Events come in SimPy's order: by
-    time, then as they were scheduled. Its queue also holds calls, which are entries one longer than SimPy's."""
+    """An environment whose time is an integer, because every delay it is given is: `now_ns`. Events come in SimPy's
+    order: by time, then as they were scheduled. Its queue also holds calls, which are entries one longer than SimPy's.
+    """
 
-    now: int = property(attrgetter("_now"))  # type: ignore[assignment]
+    def __init__(self) -> None:
+        super().__init__()
+        self._far: list[Any] = []
+        self.now_ns = 0  # a plain attribute: SimPy's `now` is a property, and time is asked for all the time
 
     @property
     def next_ns(self) -> int:
         """When what is in the queue comes next; NEVER if nothing is."""
-        return self._queue[0][0] if self._queue else NEVER  # type: ignore[return-value]
+        queue: list[Any] = self._queue
+        soon_ns = queue[0][0] if queue else NEVER
+        return self._far[0][0] if self._far and self._far[0][0] < soon_ns else soon_ns
 
     def after(self, delay_ns: int, call: Callable[[Any], None], value: Any, priority: int = NORMAL) -> None:
         """Call `call(value)` when `delay_ns` have passed: a timeout without what SimPy needs of one."""
-        heappush(self._queue, (self._now + delay_ns, priority, next(self._eid), call, value))  # type: ignore[misc]
+        queue: list[Any] = self._queue if delay_ns <= FAR_NS else self._far
+        heappush(queue, (self.now_ns + delay_ns, priority, next(self._eid), call, value))
 
     def step(self) -> None:
         """Make the calls that come next, then process one event."""
         queue: list[Any] = self._queue
-        while queue:
+        far = self._far
+        while queue or far:
+            if far and (not queue or far[0][0] <= queue[0][0]):
+                heappush(queue, heappop(far))
+                continue
             entry = heappop(queue)
+            self._now = self.now_ns = entry[0]
             if len(entry) != 5:
                 heappush(queue, entry)
                 break
-            self._now, _, _, call, value = entry
-            call(value)
+            entry[3](entry[4])
         super().step()
 
 

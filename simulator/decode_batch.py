@@ -12,7 +12,8 @@ from array import array
 import numpy as np
 
 from rackplan.simulator.acceptance import Acceptance
-from rackplan.simulator.scheduler import Rank, Sequence
+from rackplan.simulator.rank import Rank
+from rackplan.simulator.sequence import Sequence
 
 SPARE_TOKENS = 1.0
 """By which a bound on KV room is kept clear of rounding."""
@@ -38,10 +39,11 @@ class DecodeBatch:
         self.occupants, self.idle_ranks = [0] * n, n
         self.requests, self.request_vector = _cells(n)
         self.growth, self.growth_vector = _cells(n)
-        self.held, self._held_vector = _cells(n)
+        self.held = [0.0] * n
         self._base, self._base_vector = _cells(n)
         self._ranks, self._kv_tokens, self.acceptance = ranks, kv_tokens, acceptance
-        self._ends: list[tuple[int, int, Sequence]] = []
+        self._ends: dict[int, list[Sequence]] = {}  # by their last step, in order of start
+        self._end_steps: list[int] = []  # a heap
         self._started = 0
         self.roomy_until = 2**62
 
@@ -74,8 +76,9 @@ class DecodeBatch:
         seq.growth = growth = tokens / steps
         seq.generated_tokens = seq.request.output_tokens - tokens
         if seq.preemptions:  # the end that it was to have before may be at the same step
-            self._ends = [end for end in self._ends if end[2] is not seq]
-            heapq.heapify(self._ends)
+            for ends in self._ends.values():
+                if seq in ends:
+                    ends.remove(seq)
         self._ranks[r].decoding[seq] = None
         self.running += 1
         self.requests[r] += 1
@@ -83,7 +86,16 @@ class DecodeBatch:
         self._base[r] += context - growth * step
         self._bound_room(r)
         self._started += 1
-        heapq.heappush(self._ends, (finish, self._started, seq))
+        seq.start_place = self._started
+        self._end_at(finish, seq)
+
+    def _end_at(self, step: int, seq: Sequence) -> None:
+        ends = self._ends.get(step)
+        if ends is None:
+            self._ends[step] = [seq]
+            heapq.heappush(self._end_steps, step)
+        else:
+            ends.append(seq)
 
     def stop(self, seq: Sequence) -> float:
         """Take `seq` out; its context by now, tokens."""
@@ -106,11 +118,12 @@ class DecodeBatch:
         for r, requests in enumerate(self.requests):
             if requests:
                 self.growth[r] = self._base[r] = 0.0
-        running = sorted([(order, seq) for finish, order, seq in self._ends if seq.finish_step == finish])
-        for _, seq in running:
+        running = [seq for finish, ends in self._ends.items() for seq in ends if seq.finish_step == finish]
+        running.sort(key=lambda seq: seq.start_place)
+        self._ends, self._end_steps = {}, []
+        for seq in running:
             self._go_on(seq)
-        self._ends = [(seq.finish_step, order, seq) for order, seq in running]
-        heapq.heapify(self._ends)
+            self._end_at(seq.finish_step, seq)
         self.roomy_until = self.step
 
     def _go_on(self, seq: Sequence) -> None:
@@ -126,18 +139,26 @@ class DecodeBatch:
 
     def pop_ended(self) -> list[Sequence]:
         """Requests whose last step has passed, in order of their start; they are still to be stopped."""
-        ended, ends = [], self._ends
-        while ends and ends[0][0] <= self.step:
-            seq = heapq.heappop(ends)[2]
-            if seq.finish_step == self.step:
-                ended.append(seq)
+        step, ended = self.step, []
+        while self._end_steps and self._end_steps[0] <= step:
+            for seq in self._ends.pop(heapq.heappop(self._end_steps)):
+                if seq.finish_step == step:  # else it was preempted since
+                    ended.append(seq)
         return ended
 
     def steps_to_next_end(self) -> int:
         """Steps until some request ends; at least one must be decoding."""
-        while self._ends[0][2].finish_step != self._ends[0][0]:  # preempted since
-            heapq.heappop(self._ends)
-        return self._ends[0][0] - self.step
+        while True:
+            step = self._end_steps[0]
+            for seq in self._ends[step]:
+                if seq.finish_step == step:
+                    return step - self.step
+            del self._ends[heapq.heappop(self._end_steps)]  # all were preempted since
+
+    def most_requests(self) -> float:
+        """Decoding requests of the rank with most."""
+        requests = self.request_vector
+        return requests.item(requests.argmax())  # several times as fast as its maximum
 
     def context(self, r: int) -> float:
         """Sum of the contexts of rank `r`, tokens."""
@@ -145,7 +166,7 @@ class DecodeBatch:
 
     def contexts(self) -> np.ndarray:
         """Sum of contexts (ranks,), tokens."""
-        return self._base_vector + self.growth_vector * self.step
+        return self._base_vector + self.growth_vector * float(self.step)
 
     def room(self, r: int, step: int) -> float:
         """KV tokens of rank `r` that no request needs in the step that follows `step` steps, if nothing else changes.
@@ -156,14 +177,14 @@ class DecodeBatch:
         """At most `steps`, fewer where the one after them finds no KV; 0 where the next one does."""
         if self.step + steps <= self.roomy_until:
             return steps
-        room = self._kv_tokens - self._held_vector - self.contexts()
+        room = self._kv_tokens - np.array(self.held) - self.contexts()
         if (room < self.growth_vector * steps).any():
             return 1 + int(np.floor(room / np.maximum(self.growth_vector, 1e-12)).min())
         return steps
 
     def ranks_short_of_room(self) -> list[int]:
         """Ranks whose next step finds no KV."""
-        short = self.contexts() + self._held_vector > self._kv_tokens
+        short = self.contexts() + np.array(self.held) > self._kv_tokens
         self.roomy_until = 2**62
         for r, requests in enumerate(self.requests):
             if requests:

@@ -128,7 +128,7 @@ class Eplb:
         stop_ms = 0.0
         if step >= self._due:
             self._due += self._model.interval_steps
-            if not self._moving and self._env.now < self._model.off_ns:
+            if not self._moving and self._env.now_ns < self._model.off_ns:
                 stop_ms = self._rearrange(step)
         if self._arrived and step >= self._since + self._model.layers:
             self._place(step)

@@ -7,7 +7,7 @@ and prefix caches are gone. It comes back empty after its start-up time, and tak
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rackplan.simulator import scheduler
+from rackplan.simulator import sequence
 from rackplan.simulator.clock import Clock
 from rackplan.simulator.failures import Failure
 from rackplan.simulator.instance import Instance
@@ -61,7 +61,7 @@ class Faults:
         for seq in lost:
             self._lost(seq)
 
-    def _lost(self, seq: scheduler.Sequence) -> None:
+    def _lost(self, seq: sequence.Sequence) -> None:
         if self.resubmit and seq.first_token_ns < 0:
             # Another object: what the first attempt holds of a prefix cache is its own until it is given back.
             self.send(replace(seq.request))

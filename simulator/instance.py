@@ -16,7 +16,8 @@ from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_loads import KvLoads
 from rackplan.simulator.ranks import Ranks
 from rackplan.simulator.request import NS_PER_MS, Request
-from rackplan.simulator.scheduler import RankPlan, Sequence
+from rackplan.simulator.scheduler import RankPlan
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.step import time_steps
 from rackplan.simulator.step_load import load_of
 from rackplan.simulator.step_run import OneStep, StepRun
@@ -40,7 +41,8 @@ class Instance:
     """`on_prefilled(seq, instance)`: a prompt is in a prefill pool's KV cache; `on_finished(seq, instance)`: an end.
 
     `ranks`: its queues and running requests; `token_gaps`, `time`: what was measured; `kv_loads`: where they begin;
-    `kv_loading`: how many are under way. `load`, `load_tokens`: see Ranks.
+    `kv_loading`: how many are under way; `links_free_ns` (ranks,): when each rank's link is. `load`, `load_tokens`: see
+    Ranks.
     """
 
     def __init__(
@@ -54,11 +56,12 @@ class Instance:
     ) -> None:
         self.env = env
         self.model = model
-        self.pool = model.pool
+        self.pool, self._dep = model.pool, model.pool.dep
         self._prefills = model.pool.role == "prefill"
         self.on_prefilled, self.on_finished = on_prefilled, on_finished
         self.ranks = Ranks(model, load, load_tokens)
         self.kv_loads = KvLoads()
+        self.links_free_ns = [0] * model.pool.dep
         self.kv_loading = 0
         self._batch = self.ranks.batch
         self._run: StepRun | None = None  # the run of steps under way, where an arrival may cut it
@@ -68,6 +71,7 @@ class Instance:
         self._lead_ms = 0.0  # how far the host is ahead of the GPU
         self._seen_ms = 0.0  # how long before the step's end the scheduler looks at its queue
         self._sync_ms = model.cost.dp_sync_ms()
+        self._async_scheduling = model.pool.async_scheduling
         self._own_worker = model.pool.gpus_per_instance > 1
         self._is_idle = False
         self._extra_host_ms = self._after_ms = 0.0
@@ -86,8 +90,8 @@ class Instance:
     # -- what others do to it ------------------------------------------------------------------------------------
     def submit(self, seq: Sequence) -> None:
         """Queue a request on its rank, now."""
-        run, loads = self._under_way, self.kv_loads
-        if loads.in_runs and run and loads.take(seq, self.ranks, run, self.env.now, may_be_cut=self.eplb is not None):
+        run, loads, may_be_cut = self._under_way, self.kv_loads, self.eplb is not None
+        if run and loads.in_runs and loads.take(seq, self.ranks, run, self.env.now_ns, may_be_cut):
             return
         self.ranks.add(seq)
         self._stir(seq.rank, seq.ready_ns)
@@ -97,7 +101,7 @@ class Instance:
         if self._present is not None:
             self._present[seq] = None
         if self._frontend:  # who called may have more for this instance: no turn after the first is foreseen yet
-            self.env.after(self._frontend.turn_done_ns(self.env.now), self._turn, (seq, TURNS - 1))
+            self.env.after(self._frontend.turn_done_ns(self.env.now_ns), self._turn, (seq, TURNS - 1))
         else:
             self.submit(seq)
 
@@ -106,7 +110,7 @@ class Instance:
         if self._is_lost(seq):
             return
         env = self.env
-        now = env.now
+        now = env.now_ns
         if turns and self._frontend:
             next_ns, at_ns = env.next_ns, now
             while True:
@@ -128,7 +132,7 @@ class Instance:
         """The KV of a prompt that the router counts no more may be evicted from now on."""
         self._settle()
         if self.ranks.release(seq):
-            self._stir(seq.rank, self.env.now)
+            self._stir(seq.rank, self.env.now_ns)
 
     def expect_load(self, seq: Sequence) -> None:
         """A request is on its way here whose KV will be loaded."""
@@ -165,7 +169,7 @@ class Instance:
     def step_ms(self) -> float:
         """How long the step takes that is under way or has just ended, ms; 0 where none is."""
         run = self._under_way
-        return run.wall_ns_at(self.env.now) / NS_PER_MS if run else 0.0
+        return run.wall_ns_at(self.env.now_ns) / NS_PER_MS if run else 0.0
 
     def prime(self, rank: int, request: Request) -> None:
         """Put the whole prompt of `request` into a rank's prefix cache, at no cost."""
@@ -184,7 +188,7 @@ class Instance:
         old, ranks = self.ranks, self.ranks
         if not self._is_idle:
             self._book_done()
-            self.time.book_idle("failed", self.env.now - self._step_since)
+            self.time.book_idle("failed", self.env.now_ns - self._step_since)
         load, load_tokens = old.load, old.load_tokens
         for r in range(self.pool.dep):
             load[r] = load_tokens[r] = 0
@@ -193,7 +197,7 @@ class Instance:
         self._batch, self._run, self._is_idle = ranks.batch, None, False
         self._lead_ms = self._seen_ms = self._extra_host_ms = self._after_ms = 0.0
         self._under_way, self.kv_loading, self.eplb = None, 0, self._new_eplb()
-        self._down, self._idle_since = True, self.env.now
+        self._down, self._idle_since = True, self.env.now_ns
         return lost
 
     def recover(self) -> None:
@@ -211,7 +215,7 @@ class Instance:
         if self._present is not None:
             self.time.book_idle("failed", 0)
         self.token_gaps = TokenGaps()
-        self._idle_since = self._step_since = self.env.now
+        self._idle_since = self._step_since = self.env.now_ns
 
     def stop_measuring(self) -> None:
         """Book the idle time that is still under way."""
@@ -223,7 +227,7 @@ class Instance:
         while ranks is self.ranks:  # else it was lost, and this process belongs to what it was
             if batch.step >= batch.roomy_until:
                 ranks.preempt_for_growth()
-            now = env.now
+            now = env.now_ns
             planned_ns = now - round(self._seen_ms * NS_PER_MS)
             if kv_loads.unseen:
                 kv_loads.queue_seen(ranks, planned_ns)
@@ -234,8 +238,8 @@ class Instance:
                 if kv_loads.unseen:
                     kv_loads.queue_seen(ranks, now + 1)
                 plans, planned_ns = ranks.plan(now, now + 1), now  # nothing runs: all that is here is seen
-            if not plans and not batch.running:
-                self._under_way = None
+                if not plans:
+                    self._under_way = None
             if ranks.begun_loads:
                 self._begin_loads(planned_ns)
             if not plans and not batch.running:
@@ -247,11 +251,11 @@ class Instance:
             self._cause = ranks.idle_cause() if batch.idle_ranks else "dp_imbalance"
             self._run = run if isinstance(run, StepRun) else None
             if kv_loads.unseen:
-                kv_loads.take_unseen(ranks, run, now, may_be_cut=self.eplb is not None)
+                kv_loads.take_unseen(ranks, run, now, self.eplb is not None)
             if self._frontend:
                 self._frontend.passing(run, batch.running)
             self._deliver(run.delivery_ns)
-            while (left_ns := run.end_ns - env.now) > 0:
+            while (left_ns := run.end_ns - env.now_ns) > 0:
                 yield left_ns  # interrupted where the run is shorter by now
             if ranks is not self.ranks:
                 return
@@ -264,8 +268,7 @@ class Instance:
 
     def _next_run(self, plans: dict[int, RankPlan]) -> OneStep | StepRun:
         """The step that runs `plans`, or as many steps as nothing changes in."""
-        model, batch, pool = self.model, self._batch, self.pool
-        eplb = self.eplb
+        model, batch, eplb = self.model, self._batch, self.eplb
         if eplb:
             self._extra_host_ms += eplb.begin(batch.step)
         experts = eplb or model
@@ -274,23 +277,23 @@ class Instance:
         drafts = model.verification.settle(batch) if model.verification else model.acceptance.draft_tokens
         load = load_of(plans, batch, 1 + drafts, experts.cost)
         steps = 1 if plans or extra_ms or after_ms else self.ranks.steps_ahead()
-        if eplb:
+        if eplb and steps > 1:
             steps = min(steps, eplb.steps_ahead(batch.step))
         times = time_steps(
             experts.cost,
             load,
             batch,
             steps,
-            experts.balancedness(load.total_tokens / pool.dep),
+            experts.balancedness(load.total_tokens / self._dep),
             extra_host_ms=extra_ms,
             after_ms=after_ms,
             sync_ms=self._sync_ms,
-            async_scheduling=pool.async_scheduling,
+            async_scheduling=self._async_scheduling,
             lead_ms=self._lead_ms,
             seen_ms=self._seen_ms,
             own_worker=self._own_worker,
         )
-        return OneStep(times, self.env.now) if steps == 1 else StepRun(times, self.env.now)
+        return OneStep(times, self.env.now_ns) if steps == 1 else StepRun(times, self.env.now_ns)
 
     def _be_late(self) -> None:
         """The host is still at work when the step ends on the GPU: the next one starts so much later."""
@@ -304,11 +307,14 @@ class Instance:
         outputs, self.ranks.outputs = self.ranks.outputs, []
         if self._frontend:
             delay_ns += self._frontend.work_ns(max(1, self._batch.running))
-        if not self._prefills:
-            for seq, _ in outputs:
-                if seq.first_token_ns < 0:
-                    seq.first_token_ns = self.env.now + delay_ns
-        if ends := [seq for seq, has_ended in outputs if has_ended]:
+        ends: list[Sequence] = []
+        first_token_ns = self.env.now_ns + delay_ns
+        for seq, has_ended in outputs:
+            if seq.first_token_ns < 0 and not self._prefills:
+                seq.first_token_ns = first_token_ns
+            if has_ended:
+                ends.append(seq)
+        if ends:
             if delay_ns:
                 self.env.after(delay_ns, self._hand_on, ends)
             else:
@@ -321,7 +327,7 @@ class Instance:
                     continue
                 del self._present[seq]
             if self._prefills:
-                seq.prefill_done_ns = self.env.now
+                seq.prefill_done_ns = self.env.now_ns
                 self.on_prefilled(seq, self)  # its KV stays held until `release`
             else:
                 self.on_finished(seq, self)
@@ -329,18 +335,18 @@ class Instance:
     def _begin_loads(self, planned_ns: int) -> None:
         for seq in self.ranks.begun_loads:
             if seq.kv_elsewhere:
-                self.kv_loads.start(seq, self.env.now, planned_ns)
+                self.kv_loads.start(seq, self.env.now_ns, planned_ns)
                 continue
             self.kv_loading += 1
             tier = self.ranks.queues[seq.rank].host
             assert tier is not None
-            load_ns = tier.load_ns(seq.loaded_tokens - seq.computed_tokens, self.env.now)
-            seq.ready_ns = self.env.now + load_ns
+            load_ns = tier.load_ns(seq.loaded_tokens - seq.computed_tokens, self.env.now_ns)
+            seq.ready_ns = self.env.now_ns + load_ns
             self.env.after(load_ns, self.end_load, seq)
         self.ranks.begun_loads.clear()
 
     def _wait_for_work(self) -> Sleeps:
-        self._idle_since = self.env.now
+        self._idle_since = self.env.now_ns
         self._extra_host_ms = self._after_ms = 0.0
         self.ranks.begin_wave()
         self._is_idle = True
@@ -360,7 +366,7 @@ class Instance:
 
     def _cut_run(self) -> None:
         """End the run of steps under way with the current step."""
-        if self._run and self._run.end_with_current(self.env.now):
+        if self._run and self._run.end_with_current(self.env.now_ns):
             self._notice()
 
     def _notice(self) -> None:
@@ -377,20 +383,20 @@ class Instance:
     def _book_idle(self) -> None:
         waits = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
         cause = "failed" if self._down else waits
-        self.time.book_idle(cause, self.env.now - self._idle_since)
-        self._idle_since = self.env.now
+        self.time.book_idle(cause, self.env.now_ns - self._idle_since)
+        self._idle_since = self.env.now_ns
 
     def _book_done(self) -> None:
         """Book the steps that have ended of the run under way."""
         run = self._run
-        if run and run.steps_done(self.env.now):
-            run.end_with_done(self.env.now)
+        if run and run.steps_done(self.env.now_ns):
+            run.end_with_done(self.env.now_ns)
             self._book({}, run)
             self._step_since = run.end_ns
 
     def _book(self, plans: dict[int, RankPlan], run: OneStep | StepRun) -> None:
         batch = self._batch
-        self.time.book_steps(run.sums(), batch.idle_ranks / self.pool.dep, self._cause)
+        self.time.book_steps(run.sums(), batch.idle_ranks / self._dep, self._cause)
         sequences = batch.running
         for plan in plans.values():
             sequences -= len(plan.loads)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rackplan.simulator.ranks import Ranks
-from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.step_run import OneStep, StepRun
 
 
@@ -25,7 +25,7 @@ class KvLoads:
         self.in_runs = False
         self.unseen: deque[Sequence] = deque()
 
-    def take(self, seq: Sequence, ranks: Ranks, run: OneStep | StepRun, now_ns: int, *, may_be_cut: bool) -> bool:
+    def take(self, seq: Sequence, ranks: Ranks, run: OneStep | StepRun, now_ns: int, may_be_cut: bool) -> bool:
         """Take in a hand-over that has come while `run` is under way. False if it is still to be queued. `may_be_cut`:
         the run may end with the step under way, whatever is planned."""
         if isinstance(run, OneStep):
@@ -41,17 +41,23 @@ class KvLoads:
         return True
 
     def queue_seen(self, ranks: Ranks, visible_before_ns: int) -> None:
-        """Queue the hand-overs that the scheduler sees by now."""
+        """Queue the hand-overs that the scheduler sees by now; where the plan that comes next would begin their loads
+        for certain, they begin."""
         unseen = self.unseen
         while unseen and unseen[0].ready_ns < visible_before_ns:
-            ranks.add(unseen.popleft())
+            seq = unseen.popleft()
+            if ranks.can_load_beside(seq, 0):
+                ranks.hold_load(seq)
+                ranks.begun_loads.append(seq)
+            else:
+                ranks.add(seq)
 
-    def take_unseen(self, ranks: Ranks, run: OneStep | StepRun, now_ns: int, *, may_be_cut: bool) -> None:
+    def take_unseen(self, ranks: Ranks, run: OneStep | StepRun, now_ns: int, may_be_cut: bool) -> None:
         """`run` begins, of which one step at least was planned before these came."""
         if isinstance(run, OneStep):
             return
         for seq in self.unseen:
-            if not self.take(seq, ranks, run, now_ns, may_be_cut=may_be_cut):
+            if not self.take(seq, ranks, run, now_ns, may_be_cut):
                 ranks.add(seq)
                 run.end_before_next_begin(seq.ready_ns)
         self.unseen.clear()

@@ -15,9 +15,7 @@ from rackplan.simulator.cost import TransferCost
 from rackplan.simulator.instance import Instance
 from rackplan.simulator.pool import PoolOfInstances
 from rackplan.simulator.request import NS_PER_MS
-from rackplan.simulator.scheduler import Sequence
-
-Link = tuple[Instance, int]
+from rackplan.simulator.sequence import Sequence
 
 
 def steps_waited(async_scheduling: bool) -> float:
@@ -44,7 +42,6 @@ class KvTransfers:
         self._block_ms, self._block_tokens = cost.per_block_ms, cost.block_tokens
         self._token_bytes, self._state_bytes = model.kv_bytes_per_token, model.state_bytes_per_sequence
         self._bytes_per_ns, self._counts_steps = cost.gb_per_s, cost.counts_steps
-        self._free_at: dict[Link, int] = {}
         self._under_way: dict[Sequence, tuple[Sequence, Instance, Instance]] = {}
         for instance in decode.instances:
             instance.kv_loads.start, instance.kv_loads.in_runs = self._begin, not self._pulls
@@ -55,17 +52,9 @@ class KvTransfers:
     def hand_over(self, seq: Sequence, source: Instance) -> None:
         """`seq` is prefilled on `source`: have its decode rank queue it after the set-up."""
         instance, rank, load_tokens = self.decode.choose(seq.request)
-        target = Sequence(
-            seq.request,
-            rank,
-            self.env.now + self._setup_ns,
-            seq.prompt_tokens,
-            load_tokens,
-            cached_tokens=seq.cached_tokens,
-            scheduled_ns=seq.scheduled_ns,
-            prefill_done_ns=seq.prefill_done_ns,
-            kv_elsewhere=True,
-        )
+        target = Sequence(seq.request, rank, self.env.now_ns + self._setup_ns, seq.prompt_tokens, load_tokens)
+        target.cached_tokens, target.scheduled_ns = seq.cached_tokens, seq.scheduled_ns
+        target.prefill_done_ns, target.kv_elsewhere = seq.prefill_done_ns, True
         self._under_way[target] = seq, source, instance
         instance.expect_load(target)
         self.env.after(self._setup_ns, self._queue, target)
@@ -78,7 +67,7 @@ class KvTransfers:
         in order of requests, so that the order is the same however steps are passed."""
         if self._pulls:
             self._under_way[target][2].charge_host_ms(self._work_ms(target))
-        self.env.after(step_ns - self.env.now, self._start, (target, planned_ns), LAST + target.request.id)
+        self.env.after(step_ns - self.env.now_ns, self._start, (target, planned_ns), LAST + target.request.id)
 
     def _work_ms(self, target: Sequence) -> float:
         return -(-target.prompt_tokens // self._block_tokens) * self._block_ms
@@ -91,15 +80,15 @@ class KvTransfers:
         if self._counts_steps:
             delay_ms += steps_waited(instance.pool.async_scheduling) * instance.step_ms()
         bytes_ns = round((tokens * self._token_bytes + self._state_bytes) / self._bytes_per_ns)
-        out, link, free_at = (source, seq.rank), (instance, target.rank), self._free_at
-        end = max(planned_ns, free_at.get(out, 0), free_at.get(link, 0)) + bytes_ns
-        free_at[out] = free_at[link] = end
+        out, into = source.links_free_ns, instance.links_free_ns
+        end = max(planned_ns, out[seq.rank], into[target.rank]) + bytes_ns
+        out[seq.rank] = into[target.rank] = end
         self.count += 1
         self.wait_ns += planned_ns - target.ready_ns
         arrive = end + round(delay_ms * NS_PER_MS)
         self.transfer_ns += arrive - planned_ns + self._setup_ns
         target.ready_ns = arrive
-        self.env.after(max(0, arrive - self.env.now), self._arrive, target)
+        self.env.after(max(0, arrive - self.env.now_ns), self._arrive, target)
 
     def _arrive(self, target: Sequence) -> None:
         seq, source, instance = self._under_way.pop(target)

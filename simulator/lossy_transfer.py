@@ -12,7 +12,7 @@ from rackplan.simulator.instance import Instance
 from rackplan.simulator.kv_transfer import KvTransfers
 from rackplan.simulator.ranks import Ranks
 from rackplan.simulator.request import NS_PER_S
-from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.sequence import Sequence
 
 LEASE_S = 30.0
 RENEWED_S = LEASE_S * 2 / 3 - LEASE_S / 6 / 2
@@ -54,8 +54,8 @@ class LossyTransfers(KvTransfers):
     def _keep_for_lease(self, seq: Sequence, source: Instance, renewed_s: float) -> None:
         """`source` holds the prompt until its lease ends; `renewed_s`: left of the last renewal."""
         source.ranks.leave(seq)
-        end_ns = max(seq.prefill_done_ns + round(LEASE_S * NS_PER_S), self.env.now + round(renewed_s * NS_PER_S))
-        self.env.after(end_ns - self.env.now, self._lease_ended, (seq, source, source.ranks))
+        end_ns = max(seq.prefill_done_ns + round(LEASE_S * NS_PER_S), self.env.now_ns + round(renewed_s * NS_PER_S))
+        self.env.after(end_ns - self.env.now_ns, self._lease_ended, (seq, source, source.ranks))
 
     @staticmethod
     def _lease_ended(lease: tuple[Sequence, Instance, Ranks]) -> None:

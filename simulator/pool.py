@@ -10,7 +10,7 @@ from rackplan.simulator.instance import Instance
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.request import Request
 from rackplan.simulator.router import RankLoads, Router
-from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.sequence import Sequence
 
 
 class PoolOfInstances:
@@ -37,6 +37,7 @@ class PoolOfInstances:
             self.instances.append(instance)
             self._places += [(instance, r) for r in range(model.pool.dep)]
         self.down: set[Instance] = set()
+        self._computes_prompts, self._decodes = models[0].pool.role != "decode", models[0].pool.role != "prefill"
         self._home: dict[int, int] = {}
         self.loads = RankLoads(np.frombuffer(requests, np.int64), np.frombuffer(tokens, np.int64), self._home)
 
@@ -44,13 +45,13 @@ class PoolOfInstances:
         """(instance, rank, tokens that it is counted with there from now on) for `request`."""
         place = self._place_up(request) if self.down else self.router.choose(request, self.loads)
         tokens = request.input_tokens
-        if request.session >= 0:
-            home = self._home
-            if home.get(request.session) == place or home.get(request.prefix_session) == place:
+        if request.session >= 0 and self._computes_prompts:
+            home, session, like = self._home, request.session, request.prefix_session
+            if home.get(session) == place or (like >= 0 and home.get(like) == place):
                 tokens -= request.reuse_tokens
-            home[request.session] = place
+            home[session] = place
         instance, r = self._places[place]
-        if instance.pool.role != "prefill":
+        if self._decodes:
             tokens += request.output_tokens
         self._requests[place] += 1
         self._tokens[place] += tokens

@@ -29,9 +29,9 @@ class PrefixCache(Protocol):
         """Of the first `cached_tokens` of `request`, those that running requests hold. Changes nothing."""
         ...
 
-    def begin(self, request: Request, cached_tokens: int) -> int:
+    def begin(self, request: Request, cached_tokens: int, tokens: int = 0) -> int:
         """`request` starts with its first `cached_tokens` from here, and holds them until `end`; how many of them other
-        running requests hold."""
+        running requests hold. Its first `tokens` may be hit from now on."""
         ...
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -65,6 +65,11 @@ class _Stretch:
         self.into: _Stretch | None = None
         self.older: Any = None
         self.newer: Any = None
+
+    def end_at(self, tokens: int) -> None:
+        """The first `tokens` of its chain are computed: whole blocks of them count."""
+        end = tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        self.end = end if end > self.start else self.start
 
     def put_before(self, newer: "_Stretch") -> None:
         """Stand before `newer` in the order of eviction."""
@@ -102,7 +107,7 @@ class SessionCache:
     def held_tokens(self, request: Request, cached_tokens: int) -> int:
         return _held_tokens(self._find(request)[0], cached_tokens)
 
-    def begin(self, request: Request, cached_tokens: int) -> int:
+    def begin(self, request: Request, cached_tokens: int, tokens: int = 0) -> int:
         if request.session < 0:
             return 0
         found = self._find(request)[0]
@@ -113,19 +118,21 @@ class SessionCache:
         node.children += 1
         self._hold(node)
         self._lead(request.session, own, _UNTIL_ITS_END)
-        self._restore(request, own)
+        if request.prefix_session >= 0:
+            self._restore(request, own)
+        own.end_at(tokens)
         return shared
 
     def grow(self, request: Request, tokens: int) -> None:
         own = self._own.get(request)
         if own is not None:
-            own.end = max(own.start, tokens // BLOCK_TOKENS * BLOCK_TOKENS)
+            own.end_at(tokens)
 
     def end(self, request: Request, tokens: int) -> int:
         own = self._own.pop(request, None)
         if own is None:
             return 0
-        own.end = max(own.start, tokens // BLOCK_TOKENS * BLOCK_TOKENS)
+        own.end_at(tokens)
         own.is_open = False
         self._lead(request.session, own, own.end)
         return self._release(own)
@@ -150,7 +157,7 @@ class SessionCache:
             other, more = self._chain(request.prefix_session)
             if more > length:
                 node, length = other, more
-        return node, min(length, request.reuse_tokens)
+        return node, length if length < request.reuse_tokens else request.reuse_tokens
 
     def _chain(self, session: int) -> tuple[_Stretch, int]:
         """(deepest stretch, tokens) of what is left of a session's chain."""
@@ -164,10 +171,10 @@ class SessionCache:
                 tokens = min(tokens, node.end)
                 node, into = into, into.into
             self._chains[session] = node, tokens
-        return node, min(tokens, node.end)
+        return node, tokens if tokens < node.end else node.end
 
     def _cut(self, node: _Stretch, at: int) -> _Stretch:
-        """The stretch of `node`'s chain that ends at `at`; the one that holds it is divided there."""
+        """The stretch of `node`'s chain that ends at `at`, to be held at once; the one that has it is divided there."""
         while node.start >= at and node.parent is not None:
             node = node.parent
         if node.end <= at and not node.is_open:
@@ -175,8 +182,6 @@ class SessionCache:
         upper = _Stretch(node.parent, node.start, at, node.refs)
         upper.children = 1
         node.parent, node.start = upper, at
-        if not upper.refs:
-            upper.put_before(self._root)  # held at once
         return upper
 
     def _lead(self, session: int, node: _Stretch, tokens: int) -> None:
@@ -212,8 +217,6 @@ class SessionCache:
     def _restore(self, request: Request, own: _Stretch) -> None:
         """Where the chain that `request` begins like has lost some of that, `request` computes it for both."""
         like = request.prefix_session
-        if like < 0:
-            return
         runs = self._chains.get(like, (own, 0))[1] == _UNTIL_ITS_END
         if not runs and self._chain(like)[1] < request.reuse_tokens:
             self._lead(like, own, request.reuse_tokens)
@@ -222,7 +225,8 @@ class SessionCache:
         """A request more holds `node` and all before it."""
         while node.parent is not None:
             if not node.refs:
-                node.take_out()
+                if node.newer is not None:  # else it has just been cut
+                    node.take_out()
                 self.tokens -= node.end - node.start
             node.refs += 1
             node = node.parent
@@ -234,7 +238,8 @@ class SessionCache:
         while (parent := node.parent) is not None:
             node.refs -= 1
             if node.refs:
-                held = max(held, node.end)
+                if node.end > held:
+                    held = node.end
             elif node.end == node.start:
                 self._remove(node, parent)
             else:
@@ -260,11 +265,12 @@ def _held_tokens(node: _Stretch, most: int) -> int:
     while not node.refs:  # whoever holds a stretch holds all before it
         assert node.parent is not None
         node = node.parent
-    return min(node.end, most)
+    return node.end if node.end < most else most
 
 
 def usable_hit(request: Request, cached_tokens: int, replay_tokens: int) -> int:
     """Tokens that need no prefill when `cached_tokens` are cached: whole blocks, never the last token, and less the
     tokens that the model recomputes after a hit (bounded replay)."""
-    hit = min(cached_tokens, request.input_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    return max(0, hit - replay_tokens)
+    most = request.input_tokens - 1
+    hit = (cached_tokens if cached_tokens < most else most) // BLOCK_TOKENS * BLOCK_TOKENS - replay_tokens
+    return hit if hit > 0 else 0

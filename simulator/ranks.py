@@ -2,11 +2,12 @@
 them. Knows no clock: it is told the time, and says what a step hands on.
 """
 
-
 from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.instance_model import InstanceModel
+from rackplan.simulator.rank import Chunk, Rank, chunk_tokens
 from rackplan.simulator.request import Request
-from rackplan.simulator.scheduler import Given, Rank, RankPlan, Sequence, plan_rank, running_chunks
+from rackplan.simulator.scheduler import Caps, Given, RankPlan, plan_rank, running_chunks
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.step import MOST_STEPS
 
 
@@ -16,22 +17,21 @@ class Ranks:
     back in the last plan. `begun_loads`: requests whose load is to begin.
     """
 
-    def __init__(
-        self, model: InstanceModel, load: memoryview, load_tokens: memoryview
-    ) -> None:
-        self.model, self.pool = model, model.pool
+    def __init__(self, model: InstanceModel, load: memoryview, load_tokens: memoryview) -> None:
+        self.model = model
         self.load, self.load_tokens = load, load_tokens
         self.queues = [Rank(model.make_cache(), model.make_host_tier()) for _ in range(model.pool.dep)]
         self.begun_loads: list[Sequence] = []
         self.batch = DecodeBatch(self.queues, model.kv_tokens, model.acceptance)
         self.outputs: list[tuple[Sequence, bool]] = []
         self.blocked: dict[int, str] = {}
-        self.most_admitted = 0
-        self.preemptions = 0
+        self.most_admitted = self.preemptions = 0
         self._busy: set[int] = set()  # ranks with waiting or partly prefilled requests
         self._preempted: set[int] = set()  # ranks that admit nothing in the step that is planned next
         self._wave_began = 0
-        self._width = 1 + model.acceptance.draft_tokens
+        self._caps = Caps(model.pool, width=1 + model.acceptance.draft_tokens, replay_tokens=model.replay_tokens)
+        self._prefills = model.pool.role == "prefill"
+        self._interval = model.pool.prefill_schedule_interval
 
     # -- what comes from outside ----------------------------------------------------------------------------------
     def add(self, seq: Sequence) -> None:
@@ -63,35 +63,36 @@ class Ranks:
             self.batch.held[r] -= seq.prompt_tokens
         elif seq in rank.waiting:
             rank.waiting.remove(seq)
-        if rank.only_decodes:
+        if rank.only_decodes():
             self._busy.discard(r)
         return self.blocked.pop(r, None) is not None
 
     def prime(self, r: int, request: Request) -> None:
         """Put the whole prompt of `request` into a rank's prefix cache."""
-        if self.pool.enable_prefix_caching:
+        if self._caps.enable_prefix_caching:
             cache = self.queues[r].cache
             cache.begin(request, 0)
             cache.end(request, request.input_tokens)
             cache.evict_to(self.model.kv_tokens)
 
     def can_load_beside(self, seq: Sequence, steps: int) -> bool:
-        """Will the scheduler begin the load of `seq` when it next looks, whichever loads end before, and have KV left
-        for the next `steps`?"""
-        rank, pool = self.queues[seq.rank], self.pool
-        most = len(rank.decoding) + len(rank.holding)
-        return (
-            seq.rank not in self._busy
-            and most < pool.max_num_seqs
-            and most * self._width < pool.max_num_batched_tokens
-            and seq.prompt_tokens <= self.batch.room(seq.rank, self.batch.step + steps)
-        )
+        """Will the scheduler begin the load of `seq` when it next looks? `steps`: that it is to have KV for."""
+        r, caps, batch = seq.rank, self._caps, self.batch
+        if r in self._busy:
+            return False
+        most = len(self.queues[r].decoding) + len(self.queues[r].holding)
+        if most >= caps.max_num_seqs or most * caps.width >= caps.max_num_batched_tokens:
+            return False
+        return seq.prompt_tokens <= batch.room(r, batch.step + steps)
 
     def hold_load(self, seq: Sequence) -> None:
-        """The hand-over of `seq` begins beside steps that are under way."""
-        self.queues[seq.rank].begin_load(seq, 0, seq.prompt_tokens)
-        self._hold_loads(seq.rank)
-        self.begun_loads.clear()
+        """The load of `seq` begins, which may be beside others (`can_load_beside`)."""
+        r, rank, tokens = seq.rank, self.queues[seq.rank], seq.prompt_tokens
+        seq.loaded_tokens, seq.is_loading = tokens, True
+        rank.holding.append(seq)
+        self.batch.hold(r, tokens)
+        if rank.cache.tokens:
+            self._make_room(r, self.batch.step)
 
     def is_blocked(self, r: int, kv_loaded: bool) -> bool:
         """Can a request that comes to rank `r` not start before another ends? One with its KV needs no more of it, or
@@ -108,10 +109,12 @@ class Ranks:
         """Plans of the ranks on which something other than decoding happens; what they admit has then begun."""
         plans: dict[int, RankPlan] = {}
         blocked = self.blocked
-        blocked.clear()
+        if blocked:
+            blocked.clear()
         if not self._busy:
             return plans
-        between = (self.batch.step - self._wave_began) % self.pool.prefill_schedule_interval != 0
+        between = (self.batch.step - self._wave_began) % self._interval != 0
+        given = Given(self._caps, now_ns, visible_before_ns)
         for r in sorted(self._busy):
             rank = self.queues[r]
             if not rank.has_work(visible_before_ns):
@@ -120,12 +123,11 @@ class Ranks:
             chunks = self._running_chunks(r, visible_before_ns) if rank.partial and not defers else []
             for seq, new in chunks:
                 rank.cache.grow(seq.request, seq.computed_tokens + new)
-            if r in self._preempted:
+            if self._preempted and r in self._preempted:
                 plan = RankPlan([], chunks, [], None)
             else:
                 room = self._room_to_admit(r, chunks) if rank.waiting or rank.holding else 0.0
-                given = Given(now_ns, visible_before_ns, room, self._width, self.model.replay_tokens, defers)
-                plan = plan_rank(rank, self.pool, chunks, given)
+                plan = plan_rank(rank, chunks, given, room, defers)
                 if rank.begun:
                     self._hold_loads(r)
             if plan.blocked_by:
@@ -136,18 +138,20 @@ class Ranks:
         self._preempted.clear()
         return plans
 
-    def _running_chunks(self, r: int, visible_before_ns: int) -> list[tuple[Sequence, int]]:
+    def _running_chunks(self, r: int, visible_before_ns: int) -> list[Chunk]:
         """Chunks of the prompts in prefill; where they find no KV, the last admitted give theirs back."""
         rank, batch = self.queues[r], self.batch
-        chunks = running_chunks(rank, self.pool, visible_before_ns=visible_before_ns, width=self._width)
-        while chunks and batch.room(r, batch.step) < sum([new for _, new in chunks]):
+        chunks = running_chunks(rank, self._caps, visible_before_ns)
+        while chunks and batch.room(r, batch.step) < chunk_tokens(chunks):
             last = self._preempt_last(r)
             chunks = [chunk for chunk in chunks if chunk[0] is not last]
         return chunks
 
-    def _room_to_admit(self, r: int, chunks: list[tuple[Sequence, int]]) -> float:
+    def _room_to_admit(self, r: int, chunks: list[Chunk]) -> float:
         """KV tokens for what waits; the prefix cache holds no more than that."""
-        room = self.batch.room(r, self.batch.step) - sum([new for _, new in chunks])
+        room = self.batch.room(r, self.batch.step)
+        if chunks:
+            room -= chunk_tokens(chunks)
         cache = self.queues[r].cache
         if cache.tokens > room:
             cache.evict_to(int(room))
@@ -156,35 +160,40 @@ class Ranks:
     def _hold_loads(self, r: int) -> None:
         """KV for what is loaded, from the start of the load on."""
         rank, batch = self.queues[r], self.batch
-        batch.hold(r, sum([seq.loaded_tokens - seq.shared_tokens for seq in rank.begun]))
-        rank.cache.evict_to(int(batch.room(r, batch.step)))
+        tokens = 0
+        for seq in rank.begun:
+            tokens += seq.loaded_tokens - seq.shared_tokens
+        batch.hold(r, tokens)
+        if rank.cache.tokens:
+            self._make_room(r, batch.step)
         self.begun_loads += rank.begun
         rank.begun.clear()
-        if rank.only_decodes:
+        if rank.only_decodes():
             self._busy.discard(r)
 
     def _admit(self, r: int, plan: RankPlan) -> None:
         batch, rank = self.batch, self.queues[r]
-        started, chunks, loads, _ = plan
-        if admitted := len(started) + len(loads):
+        if admitted := len(plan.started) + len(plan.loads):
             batch.enter(r, admitted)
             if admitted > self.most_admitted:
                 self.most_admitted = admitted
-        if chunks:
-            own = sum([seq.computed_tokens - seq.shared_tokens for seq in started])
-            batch.hold(r, sum([new for _, new in chunks]) + own)
-        for seq in loads:
+        if plan.chunks:
+            tokens = chunk_tokens(plan.chunks)
+            for seq in plan.started:
+                tokens += seq.computed_tokens - seq.shared_tokens
+            batch.hold(r, tokens)
+        for seq in plan.loads:
             batch.held[r] -= seq.prompt_tokens
             batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)
         if rank.cache.tokens:
             self._make_room(r, batch.step)
-        if rank.only_decodes:
+        if rank.only_decodes():
             self._busy.discard(r)
 
     def steps_ahead(self) -> int:
         """Steps in which nothing changes but the context, if nothing comes and none of them is planned."""
-        batch = self.batch
-        if not self.model.coalesce or any(not self.is_blocked(r, self.queues[r].has_kv_in_line) for r in self._busy):
+        batch, queues = self.batch, self.queues
+        if not self.model.coalesce or any([not self.is_blocked(r, queues[r].has_kv_in_line()) for r in self._busy]):
             return 1
         ahead = min(batch.steps_to_next_end(), MOST_STEPS)
         return max(1, batch.steps_with_room(ahead))
@@ -250,9 +259,9 @@ class Ranks:
         rank.partial.remove(seq)
         if rank.host:
             rank.host.store(seq.request, seq.request.input_tokens)
-        if rank.only_decodes:
+        if rank.only_decodes():
             self._busy.discard(r)
-        if self.pool.role == "prefill":
+        if self._prefills:
             batch.leave(r)
             self.outputs.append((seq, True))
             return
@@ -278,7 +287,8 @@ class Ranks:
     def _leave_cached(self, seq: Sequence, tokens: int) -> None:
         """`seq` holds its KV no more: what others share with it stays theirs, its first `tokens` may be hit."""
         cache, batch = self.queues[seq.rank].cache, self.batch
-        batch.held[seq.rank] += cache.end(seq.request, tokens)
+        if shared := cache.end(seq.request, tokens):
+            batch.held[seq.rank] += shared
         if cache.tokens:
             self._make_room(seq.rank, batch.step)
 

@@ -79,13 +79,14 @@ class PrefixAffinity:
 
     def choose(self, request: Request, loads: RankLoads) -> int:
         tokens = loads.tokens
-        least = int(tokens.argmin())
         home = loads.home.get(request.session)
         if home is None:
             home = loads.home.get(request.prefix_session)
-        if home is None or tokens.item(home) - tokens.item(least) > 2 * request.reuse_tokens:
-            return least
-        return home
+        over = 0 if home is None else tokens.item(home) - 2 * request.reuse_tokens
+        if home is not None and over <= 0:  # no rank has less than no tokens
+            return home
+        least = int(tokens.argmin())
+        return least if home is None or over > tokens.item(least) else home
 
 
 class SessionAffinity:

@@ -15,7 +15,7 @@ import numpy as np
 from rackplan.simulator.arrivals import check_load, gamma_times
 from rackplan.simulator.load import Load, Source
 from rackplan.simulator.request import NS_PER_S, Request
-from rackplan.simulator.session_tree import MAX_DELAY_S, SessionTree, service_s
+from rackplan.simulator.session_tree import MAX_DELAY_S, SessionTree, Stream, service_s
 from rackplan.simulator.streams import Streams
 
 # Lanes start between these shares of their tree's main stream, by time.
@@ -24,13 +24,13 @@ MAX_IDLE_NS = int(MAX_DELAY_S * NS_PER_S)
 
 
 class _Run:
-    """One stream in play. `turn`: the next to send; `like`: the session that its first turn begins like; `joins`: the
+    """One `stream` in play. `turn`: the next to send; `like`: the session that its first turn begins like; `joins`: the
     streams it waits for; `awaited`: its parent waits for it; `ready_ns`: None if busy."""
 
-    __slots__ = ("awaited", "joins", "like", "ready_ns", "session", "turn")
+    __slots__ = ("awaited", "joins", "like", "ready_ns", "session", "stream", "turn")
 
-    def __init__(self, session: int, turn: int, like: int = -1) -> None:
-        self.session, self.turn, self.like = session, turn, like
+    def __init__(self, stream: Stream, session: int, turn: int, like: int = -1) -> None:
+        self.stream, self.session, self.turn, self.like = stream, session, turn, like
         self.joins = 0
         self.awaited = False
         self.ready_ns: int | None = None
@@ -42,10 +42,10 @@ class _Lane:
     `in_flight`: requests that were sent and have not ended; `held`: streams whose turn is so far off that it may move.
     """
 
-    __slots__ = ("held", "idle_sessions", "in_flight", "runs", "sessions", "tree")
+    __slots__ = ("held", "idle_sessions", "in_flight", "runs", "sessions", "spawned", "tree")
 
     def __init__(self, tree: SessionTree) -> None:
-        self.tree = tree
+        self.tree, self.spawned = tree, tree.spawned
         self.runs: dict[int, _Run] = {}
         self.idle_sessions: list[int] = []
         self.sessions: dict[int, int] = {}
@@ -92,7 +92,7 @@ class SessionSource:
         lane.in_flight -= 1
         run = lane.runs[index]
         out: list[Request] = []
-        for child in lane.tree.spawned.get((index, run.turn), ()):
+        for child in lane.spawned.get((index, run.turn), ()):
             out += self._start_stream(lane, child, now_ns)
             if lane.tree.streams[child].joined:
                 self._await(lane, index, child)
@@ -105,20 +105,22 @@ class SessionSource:
 
     def _go_on(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
         """What follows in a lane when nothing of stream `index` is in flight: its next turn, its end, a wait."""
-        run, turns = lane.runs[index], lane.tree.streams[index].turns
+        run = lane.runs[index]
+        turns, ready_ns = run.stream.turns, run.ready_ns
         if run.turn < len(turns):
-            if run.ready_ns is None:
-                run.ready_ns = now_ns + int(turns[run.turn].delay_s * NS_PER_S)
+            if ready_ns is None:
+                ready_ns = run.ready_ns = now_ns + int(turns[run.turn].delay_s * NS_PER_S)
             if run.joins:
                 return []
-            if run.ready_ns - now_ns > MAX_IDLE_NS:
+            if ready_ns - now_ns > MAX_IDLE_NS:
                 lane.held.append(index)
                 return []
-            return self._send(lane, index, max(now_ns, run.ready_ns))
+            return self._send(lane, index, ready_ns if ready_ns > now_ns else now_ns)
         return [] if run.joins else self._end_stream(lane, index, now_ns)
 
     def _end_stream(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
-        stream, run = lane.tree.streams[index], lane.runs.pop(index)
+        run = lane.runs.pop(index)
+        stream = run.stream
         if stream.kind == "sub" and not stream.lines:
             lane.idle_sessions.append(run.session)
         if run.awaited and stream.spawned_by is not None:
@@ -141,14 +143,14 @@ class SessionSource:
         return _Lane(tree)
 
     def _start_stream(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
-        idle = lane.idle_sessions
-        if lane.tree.streams[index].lines:
-            lane.runs[index] = _Run(-1, 0)
+        idle, stream = lane.idle_sessions, lane.tree.streams[index]
+        if stream.lines:
+            lane.runs[index] = _Run(stream, -1, 0)
         elif idle:
-            lane.runs[index] = _Run(idle.pop(), 0)
+            lane.runs[index] = _Run(stream, idle.pop(), 0)
         else:
-            like = next((r.session for i, r in lane.runs.items() if lane.tree.streams[i].kind == "sub"), -1)
-            lane.runs[index] = _Run(next(self._session_ids), 0, like)
+            like = next((r.session for r in lane.runs.values() if r.stream.kind == "sub"), -1)
+            lane.runs[index] = _Run(stream, next(self._session_ids), 0, like)
         return self._go_on(lane, index, now_ns)
 
     def _send(self, lane: _Lane, index: int, at_ns: int) -> list[Request]:
@@ -156,15 +158,14 @@ class SessionSource:
             return []
         run = lane.runs[index]
         run.ready_ns = None
-        stream = lane.tree.streams[index]
-        turn = stream.turns[run.turn]
+        stream = run.stream
+        input_tokens, output_tokens, reuse_tokens, _ = stream.turns[run.turn]
         session, like = run.session, run.like if run.turn == 0 else -1
         if stream.lines:
             session, like = (self._session_of(lane, line) for line in stream.lines[run.turn])
-        request = Request(
-            next(self._request_ids), at_ns, turn.input_tokens, turn.output_tokens, session, turn.reuse_tokens, like
-        )
-        self._in_flight[request.id] = (lane, index)
+        request_id = next(self._request_ids)
+        request = Request(request_id, at_ns, input_tokens, output_tokens, session, reuse_tokens, like)
+        self._in_flight[request_id] = (lane, index)
         lane.in_flight += 1
         return [request]
 
@@ -218,7 +219,7 @@ class SessionSource:
     def _resume(self, lane: _Lane, index: int, turn: int, at_s: float) -> None:
         """Stream `index` is about to send `turn`."""
         stream = lane.tree.streams[index]
-        run = lane.runs[index] = _Run(-1 if stream.lines else next(self._session_ids), turn)
+        run = lane.runs[index] = _Run(stream, -1 if stream.lines else next(self._session_ids), turn)
         turns = stream.turns
         sent_s = float(lane.tree.turn_ends_s[index][turn]) - service_s(turns[turn])
         run.ready_ns = max(0, int((sent_s - at_s) * NS_PER_S))

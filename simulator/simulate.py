@@ -31,7 +31,7 @@ from rackplan.simulator.prefix_cache import SessionCache
 from rackplan.simulator.request import NS_PER_MS, NS_PER_S, Request
 from rackplan.simulator.router import LeastRequests, make_router
 from rackplan.simulator.run_options import RunOptions
-from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.streams import Streams
 
 COLUMNS = 8
@@ -198,7 +198,7 @@ class _Run:
         if options.drain:
             env.run(until=self._all_done)
         else:
-            left_ns = max(1, round(options.duration_s * NS_PER_S) - env.now)
+            left_ns = max(1, round(options.duration_s * NS_PER_S) - env.now_ns)
             end = env.timeout(left_ns)
             env.run(until=end | self._all_done if self._runs_out else end)
         for instance in self._instances():
@@ -212,16 +212,16 @@ class _Run:
 
     def _arrive(self) -> Sleeps:
         for request in self.source.arrivals():
-            wait = request.arrival_ns + self.frontend_ns - self.env.now
+            wait = request.arrival_ns + self.frontend_ns - self.env.now_ns
             if wait > 0:
                 yield wait
+            self.in_flight += 1
             self._submit(request)
         self._no_more = True
         self._check_done()
 
     def _submit(self, request: Request) -> None:
         self.submitted += 1
-        self.in_flight += 1
         if request.input_tokens + request.output_tokens > self.limit_tokens:
             self.rejected += 1
             self._leave(request)
@@ -236,7 +236,7 @@ class _Run:
         if self.faults is not None and self.faults.holds(request):
             return
         instance, rank, load_tokens = self.entry.choose(request)
-        instance.receive(Sequence(request, rank, self.env.now, request.input_tokens, load_tokens))
+        instance.receive(Sequence(request, rank, self.env.now_ns, request.input_tokens, load_tokens))
 
     def _prefilled(self, seq: Sequence, instance: Instance) -> None:
         assert self.transfers is not None
@@ -248,7 +248,7 @@ class _Run:
             (
                 r.arrival_ns,
                 seq.first_token_ns,
-                self.env.now,
+                self.env.now_ns,
                 r.input_tokens,
                 r.output_tokens,
                 seq.cached_tokens,
@@ -260,15 +260,11 @@ class _Run:
 
     def _leave(self, request: Request) -> None:
         self.in_flight -= 1
-        for following in self.source.finished(request, self.env.now):
-            self.in_flight += 1  # so that the run does not end before it comes
-            self.env.after(following.arrival_ns + self.frontend_ns - self.env.now, self._follow, following)
+        for following in self.source.finished(request, self.env.now_ns):
+            self.in_flight += 1  # before it comes, so that the run does not end
+            self.env.after(following.arrival_ns + self.frontend_ns - self.env.now_ns, self._submit, following)
         if self._no_more:
             self._check_done()
-
-    def _follow(self, request: Request) -> None:
-        self.in_flight -= 1
-        self._submit(request)
 
     def _check_done(self) -> None:
         if self.in_flight == 0 and not self._all_done.triggered:
@@ -301,7 +297,7 @@ class _Run:
             failed=self.failed,
             failures=len(self.options.failures),
             measured_from_ns=warmup_ns,
-            measured_to_ns=int(self.env.now),
+            measured_to_ns=int(self.env.now_ns),
             drained=self.options.drain,
             transfers=transfers.count if transfers else 0,
             transfer_wait_ns=transfers.wait_ns if transfers else 0,

@@ -1,7 +1,7 @@
 """How long one lockstep step takes on the wall, and where its time went. Pure functions of a `PoolCost`."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,15 +26,12 @@ FEW_RANKS = 8
 """Up to here numbers one by one take less time than vectors; the results are the same."""
 MOST_STEPS = 256
 """Of one run of steps."""
-PAIRWISE = 8
-"""From here on numpy does not add one number after the other."""
-
 _AHEAD = np.arange(float(MOST_STEPS))
 
 Times = TypeVar("Times", float, FloatArray)
 
 
-class StepTimes(NamedTuple):
+class StepTimes:
     """Times of a run of equal steps, ms, (steps,) each but for `launch_ms`; of one step, numbers.
 
     `wall_ms`: from the end of the step before to the end of this one. `lead_ms`: how long before the end of the step
@@ -44,17 +41,39 @@ class StepTimes(NamedTuple):
     to imbalance.
     """
 
-    wall_ms: Any
-    wall_without_sync_ms: Any
-    lead_ms: Any
-    next_lead_ms: Any
-    seen_ms: Any
-    next_seen_ms: Any
-    launch_ms: float
-    gpu_ms: Any
-    attention_ms: Any
-    attention_mean_ms: Any
-    shared: SharedTime
+    __slots__ = (
+        "attention_mean_ms",
+        "attention_ms",
+        "gpu_ms",
+        "launch_ms",
+        "lead_ms",
+        "next_lead_ms",
+        "next_seen_ms",
+        "seen_ms",
+        "shared",
+        "wall_ms",
+        "wall_without_sync_ms",
+    )
+
+    def __init__(
+        self,
+        wall_ms: Any,
+        wall_without_sync_ms: Any,
+        lead_ms: Any,
+        next_lead_ms: Any,
+        seen_ms: Any,
+        next_seen_ms: Any,
+        launch_ms: float,
+        gpu_ms: Any,
+        attention_ms: Any,
+        attention_mean_ms: Any,
+        shared: SharedTime,
+    ) -> None:
+        self.wall_ms, self.wall_without_sync_ms = wall_ms, wall_without_sync_ms
+        self.lead_ms, self.next_lead_ms = lead_ms, next_lead_ms
+        self.seen_ms, self.next_seen_ms = seen_ms, next_seen_ms
+        self.launch_ms, self.gpu_ms = launch_ms, gpu_ms
+        self.attention_ms, self.attention_mean_ms, self.shared = attention_ms, attention_mean_ms, shared
 
 
 def step_wall_ms(
@@ -165,43 +184,50 @@ def time_steps(
     return StepTimes(wall, without_sync, lead, next_lead, lead, next_lead, launch, gpu, slowest, mean, shared)
 
 
-def _of_numbers(cost: PoolCost) -> Callable[..., Any]:
-    """`cost.attention_ms`, typed for numbers too."""
-    return cost.attention_ms
-
-
 def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tuple[float, float]:
     """(slowest rank's, mean over ranks) attention time of one step, ms."""
-    n, attention_ms = len(batch.requests), _of_numbers(cost)
+    n = len(batch.requests)
+    attention_ms: Callable[..., Any] = cost.attention_ms  # of numbers too
     if n == 1:
-        own = load.prefills.get(0, NO_PREFILL)
-        ms = attention_ms(*own, batch.requests[0], batch.context(0)) if batch.occupants[0] else 0.0
+        ms = _attention_of_rank(attention_ms, load, batch, 0) if batch.occupants[0] else 0.0
         return ms, ms
     if n > FEW_RANKS:
-        prefill: Any = np.zeros((3, n)) if load.prefills else NO_PREFILL
+        prefill: Any = np.zeros((3, n)) if load.prefills else (0.0, 0.0, 0.0)
         for r, own in load.prefills.items():
-            prefill[:, r] = own
+            prefill[:, r] = own.tokens, own.pairs, own.context
         times = attention_ms(*prefill, batch.request_vector, batch.contexts())
-        return float(np.maximum.reduce(times)), float(np.add.reduce(times)) / n
-    each = [
-        attention_ms(*load.prefills.get(r, NO_PREFILL), requests, batch.context(r)) if batch.occupants[r] else 0.0
-        for r, requests in enumerate(batch.requests)
-    ]
-    if n >= PAIRWISE:
-        return max(each), float(np.add.reduce(each)) / n
+        return times.item(times.argmax()), float(np.add.reduce(times)) / n  # several times as fast as its maximum
+    each = [0.0] * n
+    for r in load.prefills if not batch.running else range(n):
+        if batch.occupants[r]:
+            each[r] = _attention_of_rank(attention_ms, load, batch, r)
+    return max(each), _sum_of_few(each) / n
+
+
+def _attention_of_rank(attention_ms: Callable[..., float], load: StepLoad, batch: DecodeBatch, r: int) -> float:
+    own = load.prefills.get(r, NO_PREFILL)
+    return attention_ms(own.tokens, own.pairs, own.context, batch.requests[r], batch.context(r))
+
+
+def _sum_of_few(each: list[float]) -> float:
+    """The sum of at most FEW_RANKS numbers as numpy adds them, to the last bit: eight as pairs of pairs."""
+    if len(each) == FEW_RANKS:
+        a, b, c, d, e, f, g, h = each
+        return ((a + b) + (c + d)) + ((e + f) + (g + h))
     total = 0.0
     for ms in each:
         total += ms
-    return max(each), total / n
+    return total
 
 
 def _attention_of_run(cost: PoolCost, batch: DecodeBatch, steps: int) -> tuple[FloatArray, FloatArray]:
     """The same of `steps` steps of decoding requests, (steps,) each."""
     n, ahead = len(batch.requests), _AHEAD[:steps]
+    attention_ms: Callable[..., Any] = cost.attention_ms
     if n == 1:
-        own = _of_numbers(cost)(*NO_PREFILL, batch.requests[0], batch.context(0) + batch.growth[0] * ahead)
+        own = attention_ms(0.0, 0.0, 0.0, batch.requests[0], batch.context(0) + batch.growth[0] * ahead)
         return own, own
     context = batch.contexts() + batch.growth_vector * ahead[:, None]
-    times = _of_numbers(cost)(*NO_PREFILL, batch.request_vector, context)
+    times = attention_ms(0.0, 0.0, 0.0, batch.request_vector, context)
     # Reductions by their ufuncs: the methods' wrappers cost as much as small arrays do.
     return np.maximum.reduce(times, axis=1), np.add.reduce(times, axis=1) / n

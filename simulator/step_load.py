@@ -1,34 +1,51 @@
 """What the ranks of an instance run in one step, summed up as the cost of a step needs it."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from rackplan.simulator.cost import PoolCost, ShortChunks, chunk_work
 from rackplan.simulator.decode_batch import DecodeBatch
-from rackplan.simulator.scheduler import RankPlan, Sequence
+from rackplan.simulator.rank import Chunk
+from rackplan.simulator.scheduler import RankPlan
 
 
-class Prefill(NamedTuple):
+class Prefill:
     """What one rank prefills: new tokens, and the sums of `chunk_work`."""
 
-    tokens: float
-    pairs: float
-    context: float
+    __slots__ = ("context", "pairs", "tokens")
+
+    def __init__(self, tokens: float, pairs: float, context: float) -> None:
+        self.tokens, self.pairs, self.context = tokens, pairs, context
 
 
 NO_PREFILL = Prefill(0.0, 0.0, 0.0)
 
 
-class StepLoad(NamedTuple):
+class StepLoad:
     """Tokens count drafts. `prefills`: by rank, where there is one; `requests`: of the rank with most."""
 
-    prefills: dict[int, Prefill]
-    prefill_tokens: int
-    prefill_chunks: int
-    widest_tokens: int
-    total_tokens: int
-    requests: int
-    admission_ms: float
+    __slots__ = (
+        "admission_ms",
+        "prefill_chunks",
+        "prefill_tokens",
+        "prefills",
+        "requests",
+        "total_tokens",
+        "widest_tokens",
+    )
+
+    def __init__(
+        self,
+        prefills: dict[int, Prefill],
+        prefill_tokens: int,
+        prefill_chunks: int,
+        widest_tokens: int,
+        total_tokens: int,
+        requests: int,
+        admission_ms: float,
+    ) -> None:
+        self.prefills, self.prefill_tokens, self.prefill_chunks = prefills, prefill_tokens, prefill_chunks
+        self.widest_tokens, self.total_tokens, self.requests = widest_tokens, total_tokens, requests
+        self.admission_ms = admission_ms
 
 
 def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost: PoolCost) -> StepLoad:
@@ -39,18 +56,21 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     """
     prefills: dict[int, Prefill] = {}
     chunks, prefill_tokens, admission_ms = 0, 0, 0.0
-    widest = max(batch.requests) * width
-    for r, (started, own_chunks, loads, _) in plans.items():
-        if own_chunks:
-            prefills[r] = prefill = _prefill_of(own_chunks, cost.short_chunks)
+    widest = batch.most_requests() * width if batch.running else 0.0
+    for r, plan in plans.items():
+        if plan.chunks:
+            prefills[r] = prefill = _prefill_of(plan.chunks, cost.short_chunks)
             prefill_tokens += int(prefill.tokens)
-            chunks += len(own_chunks)
+            chunks += len(plan.chunks)
             if (tokens := prefill.tokens + batch.requests[r] * width) > widest:
                 widest = tokens
-        if started or loads:
-            own_ms = sum([cost.admission_ms(s.prompt_tokens) for s in started + loads])
-            if own_ms > admission_ms:
-                admission_ms = own_ms
+        own_ms = 0.0
+        for seq in plan.started:
+            own_ms += cost.admission_ms(seq.prompt_tokens)
+        for seq in plan.loads:
+            own_ms += cost.admission_ms(seq.prompt_tokens)
+        if own_ms > admission_ms:
+            admission_ms = own_ms
     dummies = batch.idle_ranks if len(batch.occupants) > 1 else 0
     return StepLoad(
         prefills,
@@ -63,7 +83,7 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     )
 
 
-def _prefill_of(chunks: list[tuple[Sequence, int]], short: ShortChunks) -> Prefill:
+def _prefill_of(chunks: list[Chunk], short: ShortChunks) -> Prefill:
     tokens, pairs, context = 0, 0.0, 0
     for seq, new in chunks:
         own_pairs, own_context = chunk_work(short, new, seq.computed_tokens)

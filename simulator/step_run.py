@@ -1,7 +1,5 @@
 """Steps that are passed in one event: one, or several of which nothing changes but the context."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from rackplan.simulator.cost import SharedTime
@@ -9,17 +7,24 @@ from rackplan.simulator.request import NS_PER_MS
 from rackplan.simulator.step import StepTimes
 
 
-class StepSums(NamedTuple):
+class StepSums:
     """Sums over steps that have passed. `sync_ms`: by which they would be shorter without the DP sync; the rest as in
     StepTimes."""
 
-    steps: int
-    wall_ns: float
-    gpu_ms: float
-    sync_ms: float
-    attention_ms: float
-    attention_mean_ms: float
-    shared: SharedTime
+    __slots__ = ("attention_mean_ms", "attention_ms", "gpu_ms", "shared", "steps", "sync_ms", "wall_ns")
+
+    def __init__(
+        self,
+        steps: int,
+        wall_ns: float,
+        gpu_ms: float,
+        sync_ms: float,
+        attention_ms: float,
+        attention_mean_ms: float,
+        shared: SharedTime,
+    ) -> None:
+        self.steps, self.wall_ns, self.gpu_ms, self.sync_ms = steps, wall_ns, gpu_ms, sync_ms
+        self.attention_ms, self.attention_mean_ms, self.shared = attention_ms, attention_mean_ms, shared
 
 
 class OneStep:
@@ -30,10 +35,11 @@ class OneStep:
     steps = 1
 
     def __init__(self, times: StepTimes, now_ns: int) -> None:
-        wall_ms, _, lead_ms, self.next_lead_ms, _, self.next_seen_ms, launch_ms, *_ = self._times = times
-        self._wall_ns = max(1, round(wall_ms * NS_PER_MS))
+        self._times, self.next_lead_ms, self.next_seen_ms = times, times.next_lead_ms, times.next_seen_ms
+        self._wall_ns = max(1, round(times.wall_ms * NS_PER_MS))
         self.end_ns = now_ns + self._wall_ns
-        self.delivery_ns = round((launch_ms - lead_ms) * NS_PER_MS) if launch_ms > lead_ms else 0
+        late_ms = times.launch_ms - times.lead_ms
+        self.delivery_ns = round(late_ms * NS_PER_MS) if late_ms > 0.0 else 0
         self._delivers_at_ns = now_ns + self.delivery_ns
 
     @property
@@ -52,8 +58,10 @@ class OneStep:
 
     def sums(self) -> StepSums:
         """Of the step."""
-        wall_ms, without_sync_ms, _, _, _, _, _, gpu_ms, attention_ms, mean_ms, shared = self._times
-        return StepSums(1, float(self._wall_ns), gpu_ms, wall_ms - without_sync_ms, attention_ms, mean_ms, shared)
+        t = self._times
+        sync_ms = t.wall_ms - t.wall_without_sync_ms
+        wall_ns = float(self._wall_ns)
+        return StepSums(1, wall_ns, t.gpu_ms, sync_ms, t.attention_ms, t.attention_mean_ms, t.shared)
 
 
 class StepRun:

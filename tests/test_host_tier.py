@@ -13,9 +13,11 @@ from rackplan.engine.serving import server_commands
 from rackplan.simulator.host_tier import HostTier
 from rackplan.simulator.load import Load
 from rackplan.simulator.prefix_cache import SessionCache
+from rackplan.simulator.rank import Rank
 from rackplan.simulator.request import Request
 from rackplan.simulator.run_options import RunOptions
-from rackplan.simulator.scheduler import Given, Rank, Sequence, plan_rank
+from rackplan.simulator.scheduler import Caps, Given, plan_rank
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.simulate import simulate
 
 CUDA = Placement(hosts=("h0", "h1", "h2"), model="m")
@@ -94,8 +96,8 @@ def rank_with_two_sessions_in_host_memory() -> Rank:
 
 
 def plan(rank: Rank, room_tokens: int, visible_before_ns: int = 1):
-    given = Given(0, visible_before_ns, room_tokens, width=1, replay_tokens=0, defers=False)
-    return plan_rank(rank, aggregated(kv_offloading_gib=1).pools[0], [], given)
+    caps = Caps(aggregated(kv_offloading_gib=1).pools[0], width=1, replay_tokens=0)
+    return plan_rank(rank, [], Given(caps, 0, visible_before_ns), room_tokens, defers=False)
 
 
 @pytest.mark.parametrize(("kv_tokens", "loads"), [(2600 + 1488, 2), (2600 + 1487, 1), (2600, 1), (2599, 0)])

@@ -11,9 +11,10 @@ from rackplan.simulator.acceptance import Acceptance
 from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.load import Load
 from rackplan.simulator.prefix_cache import SessionCache
+from rackplan.simulator.rank import Rank
 from rackplan.simulator.request import Request
 from rackplan.simulator.run_options import RunOptions
-from rackplan.simulator.scheduler import Rank, Sequence
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.simulate import simulate
 from rackplan.simulator.streams import Streams
 

@@ -30,7 +30,7 @@ from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.prefix_cache import SessionCache
 from rackplan.simulator.ranks import Ranks
 from rackplan.simulator.request import Request
-from rackplan.simulator.scheduler import Sequence
+from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.streams import Streams
 
 MOST_STEPS = 20_000
