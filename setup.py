@@ -10,8 +10,8 @@ from setuptools import Extension, setup
 
 HOT = (
     "acceptance accounting adaptive block_cache cost decode_batch eplb_run faults frontend host_tier instance "
-    "instance_model kv_loads kv_transfer launches lossy_transfer pool prefix_cache prefix_lines rank ranks request router "
-    "scheduler sequence sessions simulate step step_load step_run streams"
+    "instance_model kv_loads kv_transfer launches lossy_transfer pool prefix_cache prefix_lines rank ranks request "
+    "router scheduler sequence sessions simulate step step_load step_run streams"
 )
 """Left out: what inherits from SimPy, cached properties, and frozen classes that worker processes are sent: mypyc's
 cannot be unpickled."""
