@@ -165,10 +165,11 @@ class SessionCache:
         if found is None:
             return self._root, 0
         node, tokens = found
-        if node.into is not None:
-            while node.into is not None:
+        into = node.into
+        if into is not None:
+            while into is not None:
                 tokens = min(tokens, node.end)
-                node = node.into
+                node, into = into, into.into
             self._chains[session] = node, tokens
         return node, tokens if tokens < node.end else node.end
 
