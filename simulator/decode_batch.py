@@ -65,7 +65,7 @@ class DecodeBatch:
         if self.growth[r]:
             self._bound_room(r)
 
-    def start(self, seq: Sequence, tokens: int, context: int) -> None:
+    def start(self, seq: Sequence, tokens: int, context: float) -> None:
         """`seq`, which has entered, decodes `tokens` further tokens from the next step on, from a context of `context`.
         """
         steps = self.acceptance.steps(seq.request.id, tokens)

@@ -297,7 +297,8 @@ class SimulatorSide:
                 reuse_tokens=ask.reuse_tokens,
                 prefix_session=ask.prefix_session,
             )
-            seq = Sequence(request, 0, number, request.input_tokens, kv_elsewhere=ask.load_steps is not None)
+            seq = Sequence(request, 0, number, request.input_tokens)
+            seq.kv_elsewhere = ask.load_steps is not None
             self._names[seq] = ask.name
             self._load_steps[seq] = self._steps_to_load(ask)
             self.ranks.add(seq)
