@@ -72,6 +72,7 @@ $(COMPILED)/.installed: setup.py pyproject.toml $(SOURCES) | $(PY)
 	@command -v $${CC:-cc} >/dev/null || { echo "make compiled needs a C compiler (Debian: apt-get install gcc python3-dev)" >&2; exit 1; }
 	@[ -x $(COMPILED)/bin/python ] || $(PY) -m venv $(COMPILED)
 	@$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check '.[compile,test]'
+	@rm -rf build
 	@RACKPLAN_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
 	@touch $@
 
