@@ -186,7 +186,7 @@ def test_a_load_that_was_not_kept_is_a_warning(deployment, tmp_path, capsys):
     args = ["--workload", str(trace), "--concurrency", "1", "--duration", "60s", "--replications", "1", "--json"]
     assert execute(app, "rackplan", ["simulate", str(deployment), *args]) == 0
     warnings = json.loads(capsys.readouterr().out)["warnings"]
-    assert any("throughput counts the idle rest" in w for w in warnings)
+    assert any("the last of them at less than --concurrency" in w for w in warnings)
     assert any("P90 and P99 want" in w for w in warnings)
 
 

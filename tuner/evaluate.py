@@ -164,7 +164,7 @@ def _load_not_kept(found: Probe, workload: Workload, duration_s: float) -> list[
     if load.concurrency and isinstance(workload, TraceWorkload) and counts["unfinished"] < KEPT * load.concurrency:
         return [
             f"the {counts['submitted']:g} requests of {workload.name} ended before --duration {duration_s:g}s did, and "
-            f"throughput counts the idle rest; give a shorter one"
+            f"the last of them at less than --concurrency {load.concurrency}; give a shorter one"
         ]
     return []
 
