@@ -28,7 +28,8 @@ def cut_steps(log: Path, begin_s: float, end_s: float) -> str:
     """The configuration, its model by name, and the steps that were scheduled in that time."""
     first, *steps = log.read_text().splitlines(keepends=True)
     config = json.loads(first)["config"] | {"model": NAME}
-    return json.dumps({"config": config}) + "\n" + "".join(s for s in steps if s.endswith("\n") and begin_s <= json.loads(s)["t_s"] <= end_s)
+    kept = (s for s in steps if s.endswith("\n") and begin_s <= json.loads(s)["t_s"] <= end_s)
+    return json.dumps({"config": config}) + "\n" + "".join(kept)
 
 
 def keep(text: str, path: Path) -> None:
