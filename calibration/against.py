@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from rackplan.calibration.batch import deployment_of, gpu_terms_ms
-from rackplan.calibration.compared import Row, by_metric, row, summary
+from rackplan.calibration.compared import Row, row, validation
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.physics import PhysicalCost
 from rackplan.calibration.profile_client import as_run
-from rackplan.calibration.rank_order import RankedRun, deployment_label, rank_orders
+from rackplan.calibration.rank_order import rank_orders, ranked_runs
 from rackplan.calibration.readers.profile_folder import Profile, ProfileRun, read_profile
 from rackplan.calibration.readers.served import read_served_runs
 from rackplan.calibration.records import METRICS, ServedRun
@@ -22,8 +22,8 @@ from rackplan.engine import Deployment, InputError
 
 
 def validate_against(name: str, files: Sequence[Path], deployment: Deployment | None) -> dict[str, Any]:
-    """{"name", "rows", "by_metric", "summary", "rank_order"}, all rows checks: each run replayed and compared; where
-    profiles have two or more deployments under the same load, their rank order (rank_order.py).
+    """compared.validation of `files`, all rows checks: each run replayed and compared; where profiles have two or more
+    deployments under the same load, their rank order (rank_order.py).
 
     `files`: results of any client that readers/served.py knows, replayed on `deployment`; or profile folders, whose
     exact batches are compared too and whose runs name their own deployments. Raises InputError as the readers do,
@@ -43,8 +43,7 @@ def validate_against(name: str, files: Sequence[Path], deployment: Deployment | 
             raise InputError(f"--against {path}: needs --deployment, what its runs ran on")
         for id, run in read_served_runs(path):
             rows += _run_rows(calibration, id, run, deployment, str(path))
-    orders = rank_orders(_ranked_runs(served))
-    return {"name": name, "rows": rows, "by_metric": by_metric(rows), "summary": summary(rows), "rank_order": orders}
+    return validation(name, rows, rank_orders(ranked_runs(served)))
 
 
 def _run_rows(calibration: FittedCalibration, id: str, run: ServedRun, deployment: Deployment, where: str) -> list[Row]:
@@ -66,24 +65,6 @@ def _served_rows(calibration: FittedCalibration, profile: Profile) -> list[tuple
     wall = profile.identity.time_kind == "wall"
     return [
         (run, _run_rows(calibration, run.name, run.served, as_run(run, wall), str(run.path))) for run in profile.runs
-    ]
-
-
-def _ranked_runs(served: Sequence[tuple[ProfileRun, list[Row]]]) -> list[RankedRun]:
-    """Runs whose load is stated. Unlike deployments never share a label."""
-    labels: dict[Deployment, str] = {}
-    for run, _ in served:
-        if run.deployment not in labels:
-            label = deployment_label(run.deployment)
-            labels[run.deployment] = f"{label} ({run.name})" if label in labels.values() else label
-    return [
-        RankedRun(
-            load=run.load,
-            deployment=labels[run.deployment],
-            metrics={r["metric"]: (r["measured"], r["predicted"]) for r in mine},
-        )
-        for run, mine in served
-        if run.load
     ]
 
 

@@ -1,7 +1,7 @@
 """Rows of measured against predicted, and their summaries: what validate, diff and update print."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,19 @@ def row(id: str, what: str, unit: str, measured: float, predicted: float, role: 
         "predicted": predicted,
         "error_pct": (predicted / measured - 1) * 100,
         "role": role,
+    }
+
+
+def validation(name: str, rows: Sequence[Row], rank_order: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The document of a validation: {"name", "rows", "by_metric", "summary", "rank_order"}. Its summary also counts the
+    pairs of deployments over all of `rank_order` (rank_orders' entries), where there are any."""
+    ranked = {f"ranked_{what}": sum(o[what] for o in rank_order) for what in ("pairs", "agree", "disagree")}
+    return {
+        "name": name,
+        "rows": rows,
+        "by_metric": by_metric(rows),
+        "summary": summary(rows) | (ranked if rank_order else {}),
+        "rank_order": rank_order,
     }
 
 

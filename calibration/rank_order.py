@@ -15,6 +15,8 @@ import numpy as np
 from scipy.stats import kendalltau
 from scipy.stats import t as student
 
+from rackplan.calibration.compared import Row
+from rackplan.calibration.readers.profile_folder import ProfileRun
 from rackplan.calibration.records import METRICS
 from rackplan.engine import Deployment
 
@@ -112,3 +114,22 @@ def deployment_label(deployment: Deployment) -> str:
     pools = [f"{p.instances} x {p.role} DEP{p.dep}" + (f" TP{p.tp}" if p.tp > 1 else "") for p in deployment.pools]
     budgets = dict.fromkeys(f"{p.max_num_batched_tokens:,}" for p in deployment.pools)
     return f"{' + '.join(pools)}, {' / '.join(budgets)} tokens"
+
+
+def ranked_runs(served: Sequence[tuple[ProfileRun, Sequence[Row]]]) -> list[RankedRun]:
+    """Runs of profiles whose load is stated, each with its rows of measured against predicted. Unlike deployments
+    never share a label."""
+    labels: dict[Deployment, str] = {}
+    for run, _ in served:
+        if run.deployment not in labels:
+            label = deployment_label(run.deployment)
+            labels[run.deployment] = f"{label} ({run.name})" if label in labels.values() else label
+    return [
+        RankedRun(
+            load=run.load,
+            deployment=labels[run.deployment],
+            metrics={r["metric"]: (r["measured"], r["predicted"]) for r in mine},
+        )
+        for run, mine in served
+        if run.load
+    ]

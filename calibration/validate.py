@@ -6,7 +6,7 @@ import numpy as np
 
 from rackplan.calibration import h200, h200_served, h200_v3, published, published_v3, replay
 from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
-from rackplan.calibration.compared import by_metric, row, summary
+from rackplan.calibration.compared import Row, row, validation
 from rackplan.calibration.figures import Predictor, figures, fit_value
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.library import list_calibrations, load_calibration
@@ -116,8 +116,8 @@ def held_out_pct(calibration: FittedCalibration) -> dict[str, list[float]]:
 
 
 def validate(name: str) -> dict[str, Any]:
-    """{"name", "rows": [{"id", "what", "metric", "unit", "measured", "predicted", "error_pct", "role"}], "by_metric",
-    "summary"} of an embedded calibration.
+    """compared.validation of an embedded calibration, with the rank order of deployments where its rows hold several
+    under the same load.
 
     Errors are signed, %; the summary holds medians of their magnitudes. Simulates: some 20 s of CPU for
     gb300-v4.1-flash, seconds for the others. Raises InputError for an unknown name, and for a file of one's own, whose
@@ -126,25 +126,26 @@ def validate(name: str) -> dict[str, Any]:
     calibration = load_calibration(name)
     if calibration.name not in (c["name"] for c in list_calibrations()):
         raise InputError(f"{name}: its rows do not ship with rackplan; give --against its profile folder or results")
-    of_profiles = {"h200-v2-lite": _v2_lite_rows, h200_v3.NAME: _v3_slice_rows}
-    rows = of_profiles.get(calibration.name, _fit_rows)(calibration)
+    orders: list[dict[str, Any]] = []
+    if calibration.name == "h200-v2-lite":
+        served = h200_served.served(calibration)
+        rows, orders = [*_exact_batch_rows(calibration), *served.rows], served.rank_order
+    else:
+        rows = _v3_slice_rows(calibration) if calibration.name == h200_v3.NAME else _fit_rows(calibration)
     checks = CHECKS.get(calibration.name, {})
     rows += [_figure_row(id, p.predict(calibration), p.assumption, "check") for id, p in sorted(checks.items())]
-    return {"name": name, "rows": rows, "by_metric": by_metric(rows), "summary": summary(rows)}
+    return validation(name, rows, orders)
 
 
-def _v2_lite_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+def _exact_batch_rows(calibration: FittedCalibration) -> list[Row]:
     found = calibration.coefficients.model_dump()
     measured = h200.all_rows()
     values = {k: found[k] for k in h200.UNKNOWNS} | {"profile_fixed_ms": calibration.file.profile_fixed_ms}
     predicted = h200.GPU_FIT.predict_ms(values, measured)
-    rows = [
-        row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)
-    ]
-    return rows + h200_served.served_rows(calibration)
+    return [row(r.id, r.metric, "ms", r.measured_ms, float(p), "fit") for r, p in zip(measured, predicted, strict=True)]
 
 
-def _v3_slice_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+def _v3_slice_rows(calibration: FittedCalibration) -> list[Row]:
     """Exact batches of the slices, from the same fit that the file's coefficients come from; then F66, which the fit
     does not use."""
     measured = h200_v3.rows()
@@ -159,14 +160,14 @@ def _v3_slice_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     return [*rows, row("F66", what, figure.unit, figure.value, tok_s, "check", metric=figure.unit)]
 
 
-def _fit_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+def _fit_rows(calibration: FittedCalibration) -> list[Row]:
     of_v3 = calibration.file.model == published_v3.MODEL
     predictors = published_v3.FIT_ROWS if of_v3 else published.FIT_ROWS
     rows = [_figure_row(id, predict(calibration)) for id, predict in predictors.items()]
     return rows + (_all_gather_rows(calibration) if of_v3 else [])
 
 
-def _all_gather_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
+def _all_gather_rows(calibration: FittedCalibration) -> list[Row]:
     predicted = published_v3.all_gather_us(calibration.coefficients.model_dump())
     return [
         row(f"all_gather_{g:g}x{m:g}MiB", f"NCCL all-gather of {g:g} GPUs, {m:g} MiB each", "us", us, float(p), "fit",
@@ -175,7 +176,7 @@ def _all_gather_rows(calibration: FittedCalibration) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _figure_row(id: str, predicted: float, assumption: str = "", role: str | None = None) -> dict[str, Any]:
+def _figure_row(id: str, predicted: float, assumption: str = "", role: str | None = None) -> Row:
     """A figure that is a range says so: its error is against the middle."""
     figure = figures()[id]
     stated = [f"{figure.text} was stated"] if " to " in figure.text else []

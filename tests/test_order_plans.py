@@ -1,11 +1,16 @@
 """bench/h200/order.py: what is served is what is simulated, on any number of GPUs."""
 
+import gzip
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+
+from rackplan.calibration.h200_served import ORDER
+from rackplan.calibration.readers.profile_folder import read_profile
 
 BENCH = Path(__file__).parents[1] / "bench" / "h200"
 PLANS = ["order8192", "order2048"]
@@ -86,3 +91,33 @@ def test_every_deployment_gets_the_same_loads_before_any_is_repeated(order, gpus
         for port in ports:
             turns = [(x.rate, x.prompts, x.seed) for x in kept if x.port == port]
             assert turns == [(6 * gpus, 150 * gpus, 5001), (3 * gpus, 90 * gpus, 5002)] * order.TURNS
+
+
+def test_a_step_log_is_cut_to_its_load_and_names_its_model(order, tmp_path):
+    log = tmp_path / "steps_x.dp0.jsonl"
+    first = {"config": {"model": "/somewhere/models/it", "max_num_seqs": 4}}
+    cut_short = '{"step": 9, "t_'
+    steps = [{"step": i, "t_s": i / 2} for i in range(8)]
+    log.write_text("\n".join([*map(json.dumps, [first, *steps]), cut_short]))
+    cut = importlib.import_module("order_profile").cut_steps(log, 1.0, 2.5)
+    config, *kept = map(json.loads, cut.splitlines())
+    assert config == {"config": {"model": "deepseek-v2-lite", "max_num_seqs": 4}}
+    assert kept == steps[2:6]
+
+
+def test_the_runs_that_ship_are_of_the_plans(order):
+    planned = {x.name: x for loads in order.order_loads(2).values() for x in loads}
+    at = {o.port: o.deployment for plan in PLANS for o in order.ordered(plan, 2)}
+    runs = read_profile(ORDER).runs
+    assert len(runs) == 18
+    for run in runs:
+        load = planned[run.name]
+        assert run.deployment == at[load.port]
+        assert (run.rate_req_s, len(run.served.start_s)) == (load.rate, load.prompts)
+
+
+def test_the_runs_that_ship_name_no_machine():
+    path = re.compile(r"(?<![\w.])/(?:tmp|root|home|work|opt|usr|mnt|data)\b")
+    for file in ORDER.iterdir():
+        text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text()
+        assert not path.search(text), file.name

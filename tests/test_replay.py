@@ -1,6 +1,7 @@
 """Replays: rank streams stay on their ranks, served runs come out as measured, the host's lead shows where it must."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, requests
 
-from rackplan.calibration import campaign, h200, h200_served, replay
+from rackplan.calibration import campaign, h200, h200_launches, h200_served, replay
 from rackplan.calibration.against import validate_against
 from rackplan.calibration.experts import experts_touched
 from rackplan.calibration.library import load_calibration
 from rackplan.calibration.readers.bench_serve import read_bench_serve
+from rackplan.calibration.readers.profile_folder import read_profile
 from rackplan.calibration.serving import replay_served
 from rackplan.calibration.validate import HELD_OUT, held_out_pct, validate
 from rackplan.engine import InputError, parse_deployment
@@ -60,8 +62,13 @@ def test_served_runs_come_out_as_measured(rate):
 
 
 @pytest.fixture(scope="module")
-def served_rows():
-    return [r for r in validate("h200-v2-lite")["rows"] if r["id"].startswith("serve_")]
+def validated():
+    return validate("h200-v2-lite")
+
+
+@pytest.fixture(scope="module")
+def served_rows(validated):
+    return [r for r in validated["rows"] if r["id"].startswith("serve_")]
 
 
 def test_validation_says_which_served_runs_a_fit_used(served_rows):
@@ -72,7 +79,7 @@ def test_validation_says_which_served_runs_a_fit_used(served_rows):
     used = tuple(f"serve_{run}_" for run in runs)
     assert len(calm) == 5
     assert {id for id in fitted if not id.startswith(used)} == set()
-    assert sum(r["role"] == "check" for r in served_rows) == 5 * 20
+    assert sum(r["role"] == "check" for r in served_rows) == 5 * (20 + 18)
 
 
 def test_served_errors_sum_up_the_replays_and_no_fit_row_counts_as_held_out(served_rows):
@@ -89,6 +96,8 @@ REPEATED = ("load0", "load1", "pilot")
 """Loads that were served again and again: launches of half minutes differ by 20 %, so it is their mean that tells."""
 KNOWN_MISSES_PCT = {"turns_burst": 20, "turns_short": 28, "pd_deploy_canary": 14, "skew_r12": 32, "skew_eplb_r12": 32}
 KNOWN_TPOT_MISS_PCT = {"pilot": 7}
+ORDERED = ("1p1d_b", "2xdep1_b", "dep2_b")
+"""Runs of every split of two GPUs, on a host whose launches are longer than the file's."""
 """docs/validation.md says why."""
 
 
@@ -97,7 +106,8 @@ def run_of(row):
 
 
 def test_served_runs_that_no_fit_saw_come_out_as_measured(served_rows):
-    once = [r for r in served_rows if r["role"] == "check" and not any(load in run_of(r) for load in REPEATED)]
+    others = (*REPEATED, *ORDERED)
+    once = [r for r in served_rows if r["role"] == "check" and not any(load in run_of(r) for load in others)]
     assert len(once) > 50
     for row in once:
         assert abs(row["error_pct"]) < KNOWN_MISSES_PCT.get(run_of(row), WITHIN_PCT[row["metric"]]), row
@@ -112,6 +122,52 @@ def test_the_mean_of_repeated_loads_comes_out_as_measured(load, served_rows):
         if "TPOT" in metric:
             within = KNOWN_TPOT_MISS_PCT.get(load, within)
         assert predicted == pytest.approx(measured, rel=within / 100), metric
+
+
+def ordered(rows, metric):
+    """Rows of the ORDERED runs by name."""
+    found = {run_of(r): r for r in rows if run_of(r).startswith(ORDERED) and r["metric"] == metric}
+    assert len(found) == 18
+    return found
+
+
+def test_a_slower_host_serves_no_faster_than_predicted(served_rows):
+    for metric in ("median TTFT", "P90 TTFT"):
+        assert all(r["error_pct"] < 0 for r in ordered(served_rows, metric).values())
+    for name, row in ordered(served_rows, "output throughput").items():
+        saturated = name.startswith(("1p1d_b2048_r12", "dep2_b2048_r12"))
+        assert 0 < row["error_pct"] < (9 if saturated else 1), row
+    for name, row in ordered(served_rows, "mean TPOT").items():
+        # A decode server of its own never launches an eager step.
+        assert abs(row["error_pct"]) < 4 if name.startswith("1p1d") else -36 < row["error_pct"] < 0, row
+
+
+def test_launches_of_that_host_are_longer_than_the_files():
+    """Begin of a step with a prompt past the captured sizes to begin of the next, beside decodes on one GPU: of that
+    host, and of the runs from which the file has its level."""
+    there = [
+        (after.t_s - step.t_s) * 1e3
+        for run in read_profile(h200_served.ORDER).runs
+        if run.name.startswith("2xdep1")
+        for (log,) in run.logs.values()
+        for step, after in pairwise(log.steps)
+        if sum(new for new, _ in step.prefill) > h200_launches.CAPTURED_TOKENS and step.decode_requests
+    ]
+    assert len(there) > 300
+    steps = h200.launch_steps()
+    here = np.concatenate([h200_launches.launches_by_run(steps, eager=True)[run].ms for run in h200.SERVED_RUNS])
+    assert 1.1 < np.mean(there) / np.mean(here) < 1.4
+
+
+def test_deployments_rank_as_measured_on_a_slower_host(validated):
+    orders = validated["rank_order"]
+    assert [(o["pairs"], len(o["deployments"])) for o in orders] == [(15, 6)] * 8
+    wrong = {(o["metric"], o["load"].split(",")[0]): o["disagree"] for o in orders if o["disagree"]}
+    assert wrong == {("median TTFT", "12 req/s"): 1, ("median TTFT", "6 req/s"): 1}
+    tpot = {o["load"].split(",")[0]: o for o in orders if o["metric"] == "mean TPOT"}
+    assert tpot["12 req/s"]["agree"] == 15
+    assert validated["summary"]["ranked_pairs"] == 120
+    assert validated["summary"]["ranked_agree"] >= 80
 
 
 def test_the_stated_error_covers_the_checks():

@@ -1,5 +1,6 @@
 """Turns what order.py's plans measured into a profile folder, which `rackplan calibration validate --against` reads.
-Run: `order_profile.py DEST RESULTS... --gpus N`; RESULTS of more than one machine are put together.
+Run: `order_profile.py DEST RESULTS... --gpus N`; RESULTS of more than one machine are put together. `--logs PATTERN...`
+keeps of the step logs those whose names, as `1p1d_b8192_r6_1.prefill-0.dp0`, match one.
 
 DEST gets serve_NAME.json.gz and, cut to each load, the step logs steps_NAME.ROLE-i.dpN.jsonl.gz of its servers;
 profile.json with the deployment of each load as rackplan simulates it; runs.json (commands, environment, versions).
@@ -9,6 +10,8 @@ Client and step logs share the machine's monotonic clock. Only loads of which no
 import argparse
 import gzip
 import json
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +21,33 @@ from parts import INPUT_TOKENS, OUTPUT_TOKENS, Load
 
 from rackplan.engine.profile import FILE, Profile, ServedRun
 
+NAME = "deepseek-v2-lite"
+
 
 def cut_steps(log: Path, begin_s: float, end_s: float) -> str:
-    """The configuration and the steps that were scheduled in that time."""
-    config, *steps = log.read_text().splitlines(keepends=True)
-    return config + "".join(s for s in steps if s.endswith("\n") and begin_s <= json.loads(s)["t_s"] <= end_s)
+    """The configuration, its model by name, and the steps that were scheduled in that time."""
+    first, *steps = log.read_text().splitlines(keepends=True)
+    config = json.loads(first)["config"] | {"model": NAME}
+    kept = (s for s in steps if s.endswith("\n") and begin_s <= json.loads(s)["t_s"] <= end_s)
+    return json.dumps({"config": config}) + "\n" + "".join(kept)
 
 
 def keep(text: str, path: Path) -> None:
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-def run_of(load: Load, of: Ordered, raw: Path, dest: Path) -> ServedRun:
-    """The load's files written, and what profile.json says of it."""
+def run_of(load: Load, of: Ordered, raw: Path, dest: Path, logs: Sequence[str]) -> ServedRun:
+    """The load's files written, and what profile.json says of it. `logs`: patterns of the step logs to keep."""
     result = load_json(raw / f"bench_serve_{load.name}.json.gz") | {"model_id": MODEL, "tokenizer_id": MODEL}
     keep(json.dumps(result), dest / f"serve_{load.name}.json.gz")
     begin_s = min(result["start_times"])
     for role, server in of.servers.items():
         for log in sorted(raw.glob(f"steps_{server}.dp*.jsonl")):
-            rank = log.name.removeprefix(f"steps_{server}.")
-            text = cut_steps(log, begin_s, begin_s + result["duration"] + 1)
-            keep(text, dest / f"steps_{load.name}.{role}.{rank}.gz")
+            rank = log.stem.removeprefix(f"steps_{server}.")
+            name = f"{load.name}.{role}.{rank}"
+            if any(fnmatchcase(name, pattern) for pattern in logs):
+                text = cut_steps(log, begin_s, begin_s + result["duration"] + 1)
+                keep(text, dest / f"steps_{name}.jsonl.gz")
     failed = load.prompts - result["completed"]
     return ServedRun(
         name=load.name,
@@ -57,7 +66,7 @@ def identity(known: dict[str, Any], command: str) -> dict[str, Any]:
     first = next(v for v in known.values() if "versions" in v)
     versions = first["versions"]
     return {
-        "model": "deepseek-v2-lite",
+        "model": NAME,
         "gpu": "h200",
         "engine_version": versions["vllm"].rsplit(".", 1)[0],
         "date": first["date"],
@@ -74,6 +83,7 @@ def main() -> None:
     parser.add_argument("dest", type=Path)
     parser.add_argument("raw", type=Path, nargs="+")
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--logs", nargs="*", default=["*"])
     args = parser.parse_args()
     args.dest.mkdir(parents=True, exist_ok=True)
     runs = []
@@ -82,7 +92,7 @@ def main() -> None:
         for plan in PLANS:
             at = {o.port: o for o in ordered(plan, args.gpus)}
             done = [x for x in order_loads(args.gpus)[plan] if (raw / f"bench_serve_{x.name}.json.gz").exists()]
-            runs += [run_of(load, at[load.port], raw, args.dest) for load in done]
+            runs += [run_of(load, at[load.port], raw, args.dest, args.logs) for load in done]
             record = raw / f"loads_{plan}.run.json"
             known |= load_json(record) if record.exists() else {}
         known |= load_json(raw / "servers.run.json")
