@@ -106,7 +106,8 @@ NOTES = (
     "decode_48_60000 on DEP2 is left out: 11 ms more than its bytes take, in one row (calibration/h200_rows.py).",
     "Launches of eager steps took 55 to 132 ms, as other processes shared the CPU: they are drawn from the quantiles "
     "of four runs, each following the one before, and a step waits for the latest rank that prefills. Means of runs "
-    "of half a minute lay between 73 and 82 ms on one GPU; DEP2's between 98 and 127, by the day.",
+    "of half a minute lay between 58 and 79 ms on one GPU and, on a fifth host, between 84 and 98; DEP2's between 98 "
+    "and 128, by the day. `calibration update` brings them to a host's own.",
     "Launches within captured sizes come from prompts of 16 new tokens beside decodes; of longer no fit run tells.",
     "With async scheduling off, prefills after 16,384 cached tokens or more took up to 15 % longer than their GPU time "
     "and host work; unexplained, not in the fit.",

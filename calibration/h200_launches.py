@@ -44,7 +44,7 @@ def slowness(steps: Mapping[str, PromptSteps]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLaunches:
-    """Means by coefficient, ms; quantiles of launch / mean; half of the 90 % interval of the mean, ms."""
+    """Means by coefficient, ms; quantiles of launch / mean; half of the 90 % interval of one host more, ms."""
 
     coefficients: dict[str, float]
     quantiles: tuple[float, ...]

@@ -128,15 +128,14 @@ def launch_correlation(runs: list[Launches]) -> float:
 
 
 def launch_error_ms(runs: list[Launches]) -> float:
-    """Half of the 90 % interval of the mean launch of `runs`: by their launches, of which fewer tell anew as each
-    follows the one before, or by the means of the runs, whichever is wider: machines and minutes differ."""
+    """Half of the 90 % interval in which the mean launch of one more machine lies, by the means of `runs`, one of each
+    machine; of one alone, that of its own mean, of which fewer launches tell anew as each follows the one before."""
+    if len(runs) > 1:
+        spread_ms = float(np.std([r.ms.mean() for r in runs], ddof=1))
+        return float(student.ppf(0.95, len(runs) - 1)) * spread_ms * float(np.sqrt(1 + 1 / len(runs)))
     correlation = launch_correlation(runs)
-    count = sum(len(r.ms) for r in runs) * (1 - correlation) / (1 + correlation)
-    within_ms = Z90 * float(np.concatenate([r.ms for r in runs]).std() / np.sqrt(count))
-    if len(runs) < 2:
-        return within_ms
-    spread_ms = float(np.std([r.ms.mean() for r in runs], ddof=1))
-    return max(within_ms, float(student.ppf(0.95, len(runs) - 1)) * spread_ms / np.sqrt(len(runs)))
+    count = len(runs[0].ms) * (1 - correlation) / (1 + correlation)
+    return Z90 * float(runs[0].ms.std() / np.sqrt(count))
 
 
 def stalls(run: ServedRun) -> Launches:
