@@ -194,6 +194,8 @@ class DecodeBatch:
     def _bound_room(self, r: int) -> None:
         """Keep `roomy_until` true of rank `r`, which decodes and holds or adds more than before. What frees KV only
         puts it off."""
-        until = self.step + int((self.room(r, self.step) - SPARE_TOKENS) / self.growth[r])
+        step, growth = self.step, self.growth[r]
+        room = self._kv_tokens - self.held[r] - self._base[r] - growth * step  # as `room`, without its call
+        until = step + int((room - SPARE_TOKENS) / growth)
         if until < self.roomy_until:
             self.roomy_until = until

@@ -41,7 +41,9 @@ class KvTransfers:
         self._setup_ns = round(cost.setup_ms * NS_PER_MS)
         self._block_ms, self._block_tokens = cost.per_block_ms, cost.block_tokens
         self._token_bytes, self._state_bytes = model.kv_bytes_per_token, model.state_bytes_per_sequence
-        self._bytes_per_ns, self._counts_steps = cost.gb_per_s, cost.counts_steps
+        self._bytes_per_ns = cost.gb_per_s
+        is_async = decode.instances[0].pool.async_scheduling
+        self._waits_steps = steps_waited(is_async) if cost.counts_steps else 0.0
         self._under_way: dict[Sequence, tuple[Sequence, Instance, Instance]] = {}
         for instance in decode.instances:
             instance.kv_loads.start, instance.kv_loads.in_runs = self._begin, not self._pulls
@@ -77,8 +79,8 @@ class KvTransfers:
         seq, source, instance = self._under_way[target]
         tokens = seq.prompt_tokens
         delay_ms = 0.0 if self._pulls else self._work_ms(target)
-        if self._counts_steps:
-            delay_ms += steps_waited(instance.pool.async_scheduling) * instance.step_ms()
+        if self._waits_steps:
+            delay_ms += self._waits_steps * instance.step_ms()
         bytes_ns = round((tokens * self._token_bytes + self._state_bytes) / self._bytes_per_ns)
         out, into = source.links_free_ns, instance.links_free_ns
         end = max(planned_ns, out[seq.rank], into[target.rank]) + bytes_ns

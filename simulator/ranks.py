@@ -126,7 +126,9 @@ class Ranks:
             if self._preempted and r in self._preempted:
                 plan = RankPlan([], chunks, [], None)
             else:
-                room = self._room_to_admit(r, chunks) if rank.waiting or rank.holding else 0.0
+                # What has its KV takes no more, so only the others and what may be evicted are asked for.
+                asks = rank.waiting or (rank.holding and (rank.host or rank.cache.tokens))
+                room = self._room_to_admit(r, chunks) if asks else 0.0
                 plan = plan_rank(rank, chunks, given, room, defers)
                 if rank.begun:
                     self._hold_loads(r)
@@ -287,7 +289,7 @@ class Ranks:
     def _leave_cached(self, seq: Sequence, tokens: int) -> None:
         """`seq` holds its KV no more: what others share with it stays theirs, its first `tokens` may be hit."""
         cache, batch = self.queues[seq.rank].cache, self.batch
-        if shared := cache.end(seq.request, tokens):
+        if not seq.kv_elsewhere and (shared := cache.end(seq.request, tokens)):  # else it was never in there
             batch.held[seq.rank] += shared
         if cache.tokens:
             self._make_room(seq.rank, batch.step)

@@ -146,7 +146,11 @@ def _take_waiting(
         over = seq.prompt_tokens - room_tokens
         if over > 0 and over > (seq.loaded_tokens or rank.cache.held_tokens(seq.request, cached)):
             return started, "kv_full"
-        if not resumed and (to_load := _tokens_to_load(rank, seq, caps)) > cached:
+        if (
+            (seq.kv_elsewhere or rank.host)
+            and not resumed
+            and (to_load := _tokens_to_load(rank, seq, caps)) > cached
+        ):
             takes = to_load - rank.cache.held_tokens(seq.request, cached) if cached else to_load
             if takes > room_tokens - rank.reserved_tokens(chunks):
                 return started, "kv_full"
