@@ -60,7 +60,7 @@ class Instance:
         self._prefills = model.pool.role == "prefill"
         self.on_prefilled, self.on_finished = on_prefilled, on_finished
         self.ranks = Ranks(model, load, load_tokens)
-        self.kv_loads = KvLoads()
+        self.kv_loads = KvLoads(env, self.submit)
         self.links_free_ns = [0] * model.pool.dep
         self.kv_loading = 0
         self._batch = self.ranks.batch
@@ -135,13 +135,17 @@ class Instance:
         if self.ranks.release(seq):
             self._stir(seq.rank, self.env.now_ns)
 
-    def expect_load(self, seq: Sequence) -> None:
-        """A request is on its way here whose KV will be loaded."""
+    def expect_load(self, seq: Sequence) -> bool:
+        """A request is on its way here whose KV will be loaded. Does it come by itself?"""
         if self._present is not None:
             self._present[seq] = None
         if self._is_idle or self._down:
             self._book_idle()
         self.kv_loading += 1
+        if not self.kv_loads.in_runs:
+            return False
+        self.kv_loads.expect(seq, self._under_way)
+        return True
 
     def end_load(self, seq: Sequence) -> None:
         """KV that was loaded for a request has arrived, at its `ready_ns`."""
@@ -258,6 +262,8 @@ class Instance:
             self._run = run if isinstance(run, StepRun) else None
             if kv_loads.unseen:
                 kv_loads.take_unseen(ranks, run, now, self.eplb is not None)
+            if kv_loads.coming:
+                kv_loads.foresee(run)
             if self._frontend:
                 self._frontend.passing(run, batch.running)
             self._deliver(run.delivery_ns)
@@ -355,6 +361,7 @@ class Instance:
         self._idle_since = self.env.now_ns
         self._extra_host_ms = self._after_ms = 0.0
         self.ranks.begin_wave()
+        self.kv_loads.foresee(None)
         self._is_idle = True
         yield None
         self._is_idle = False

@@ -58,8 +58,8 @@ class KvTransfers:
         target.cached_tokens, target.scheduled_ns = seq.cached_tokens, seq.scheduled_ns
         target.prefill_done_ns, target.kv_elsewhere = seq.prefill_done_ns, True
         self._under_way[target] = seq, source, instance
-        instance.expect_load(target)
-        self.env.after(self._setup_ns, self._queue, target)
+        if not instance.expect_load(target):
+            self.env.after(self._setup_ns, self._queue, target)
 
     def _queue(self, target: Sequence) -> None:
         self._under_way[target][2].submit(target)
