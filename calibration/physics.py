@@ -8,8 +8,9 @@ outside the measured range still scales as the hardware does. Equations and limi
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from rackplan.calibration.experts import experts_touched, replicas_touched
@@ -143,6 +144,8 @@ class PhysicalCost:
             + queries_ms
             + m.decode_kv_read_bytes_per_sequence / pool.tp / (hbm_bytes_ms * c.kv_read_efficiency)
         )
+        # numpy takes half as long to multiply with an array of no dimension as with a number
+        self._decode_cells: Any = np.array(self._request_ms), np.array(self._context_ms)
         self._pair_ms = (c.prefill_pair_ms + sum(f.per_pair_ms for f in fixes_off)) / pool.tp
         self._prefill_context_ms, self._host_request_ms = c.prefill_context_ms, c.host_request_ms
         self._admission_ms, self._admission_token_ms = c.admission_fixed_ms, c.admission_token_ms
@@ -203,10 +206,14 @@ class PhysicalCost:
             + self._prefill_context_ms * prefill_context
             + self._token_fix_ms * prefill_tokens
         )
-        own = self._request_ms * decode_requests
+        is_number = isinstance(decode_context, float)
+        request_ms, context_ms = (self._request_ms, self._context_ms) if is_number else self._decode_cells
+        own = request_ms * decode_requests
         if not (isinstance(prefill, float) and prefill == 0.0):  # where none prefills, one vector less to add
             own = prefill + own
-        return own + self._context_ms * decode_context
+        total = context_ms * decode_context
+        total += own
+        return total
 
     # -- all ranks together ---------------------------------------------------------------------------------------
     def _shared_time(

@@ -173,7 +173,8 @@ def time_steps(
     work = host + sync_ms
     if one:
         wall, lead, next_lead = overlap_one_ms(gpu, floor, work, lead_ms, after_ms)
-        without_sync = overlap_one_ms(gpu, floor, host, lead_ms)[0] if sync_ms else wall
+        shows = sync_ms and work > lead_ms  # else the host is ahead even with the sync
+        without_sync = overlap_one_ms(gpu, floor, host, lead_ms)[0] if shows else wall
     else:
         wall, lead, next_lead = overlap_ms(gpu, floor, work, lead_ms)
         without_sync = np.maximum(np.maximum(0.0, host - lead) + gpu, floor - lead) if sync_ms else wall
