@@ -57,11 +57,14 @@ class Clock(simpy.Environment):
                 heappush(queue, heappop(far))
                 continue
             entry = heappop(queue)
-            self._now = self.now_ns = entry[0]
-            if len(entry) != 5:
+            try:
+                self.now_ns, _, _, call, value = entry
+            except ValueError:  # an event of SimPy's
+                self.now_ns = entry[0]
                 heappush(queue, entry)
                 break
-            entry[3](entry[4])
+            self._now = self.now_ns
+            call(value)
         super().step()
 
 

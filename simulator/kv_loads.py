@@ -62,9 +62,8 @@ class KvLoads:
         planned = run.steps_planned(seq.ready_ns)
         if planned >= run.steps or (may_be_cut and planned > run.steps_done(now_ns) + 1):
             return False
-        if not ranks.can_load_beside(seq, run.steps):
+        if not ranks.load_beside(seq, run.steps):
             return False
-        ranks.hold_load(seq)
         self.start(seq, *run.begin_of(planned))
         return True
 
@@ -74,8 +73,7 @@ class KvLoads:
         unseen = self.unseen
         while unseen and unseen[0].ready_ns < visible_before_ns:
             seq = unseen.popleft()
-            if ranks.can_load_beside(seq, 0):
-                ranks.hold_load(seq)
+            if ranks.load_beside(seq, 0):
                 ranks.begun_loads.append(seq)
             else:
                 ranks.add(seq)

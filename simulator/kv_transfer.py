@@ -83,14 +83,20 @@ class KvTransfers:
             delay_ms += self._waits_steps * instance.step_ms()
         bytes_ns = round((tokens * self._token_bytes + self._state_bytes) / self._bytes_per_ns)
         out, into = source.links_free_ns, instance.links_free_ns
-        end = max(planned_ns, out[seq.rank], into[target.rank]) + bytes_ns
+        end, out_ns, into_ns = planned_ns, out[seq.rank], into[target.rank]
+        if out_ns > end:
+            end = out_ns
+        if into_ns > end:
+            end = into_ns
+        end += bytes_ns
         out[seq.rank] = into[target.rank] = end
         self.count += 1
         self.wait_ns += planned_ns - target.ready_ns
         arrive = end + round(delay_ms * NS_PER_MS)
         self.transfer_ns += arrive - planned_ns + self._setup_ns
         target.ready_ns = arrive
-        self.env.after(max(0, arrive - self.env.now_ns), self._arrive, target)
+        left_ns = arrive - self.env.now_ns
+        self.env.after(left_ns if left_ns > 0 else 0, self._arrive, target)
 
     def _arrive(self, target: Sequence) -> None:
         seq, source, instance = self._under_way.pop(target)

@@ -75,24 +75,24 @@ class Ranks:
             cache.end(request, request.input_tokens)
             cache.evict_to(self.model.kv_tokens)
 
-    def can_load_beside(self, seq: Sequence, steps: int) -> bool:
-        """Will the scheduler begin the load of `seq` when it next looks? `steps`: that it is to have KV for."""
+    def load_beside(self, seq: Sequence, steps: int) -> bool:
+        """Begin the load of `seq` if the scheduler will for certain when it next looks. `steps`: that it is to have KV
+        for."""
         r, caps, batch = seq.rank, self._caps, self.batch
         if r in self._busy:
             return False
-        most = len(self.queues[r].decoding) + len(self.queues[r].holding)
+        rank, tokens = self.queues[r], seq.prompt_tokens
+        most = len(rank.decoding) + len(rank.holding)
         if most >= caps.max_num_seqs or most * caps.width >= caps.max_num_batched_tokens:
             return False
-        return seq.prompt_tokens <= batch.room(r, batch.step + steps)
-
-    def hold_load(self, seq: Sequence) -> None:
-        """The load of `seq` begins, which may be beside others (`can_load_beside`)."""
-        r, rank, tokens = seq.rank, self.queues[seq.rank], seq.prompt_tokens
+        if tokens > batch.room(r, batch.step + steps):
+            return False
         seq.loaded_tokens, seq.is_loading = tokens, True
         rank.holding.append(seq)
-        self.batch.hold(r, tokens)
+        batch.hold(r, tokens)
         if rank.cache.tokens:
-            self._make_room(r, self.batch.step)
+            self._make_room(r, batch.step)
+        return True
 
     def is_blocked(self, r: int, kv_loaded: bool) -> bool:
         """Can a request that comes to rank `r` not start before another ends? One with its KV needs no more of it, or
