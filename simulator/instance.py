@@ -90,8 +90,8 @@ class Instance:
     # -- what others do to it ------------------------------------------------------------------------------------
     def submit(self, seq: Sequence) -> None:
         """Queue a request on its rank, now."""
-        run, loads, may_be_cut = self._under_way, self.kv_loads, self.eplb is not None
-        if run and loads.in_runs and loads.take(seq, self.ranks, run, self.env.now_ns, may_be_cut):
+        run, loads = self._under_way, self.kv_loads
+        if loads.in_runs and run and loads.take(seq, self.ranks, run, self.env.now_ns, self.eplb is not None):
             return
         self.ranks.add(seq)
         self._stir(seq.rank, seq.ready_ns)
@@ -149,8 +149,8 @@ class Instance:
 
     def end_load(self, seq: Sequence) -> None:
         """KV that was loaded for a request has arrived, at its `ready_ns`."""
-        if self._is_lost(seq):
-            return
+        if self._present is not None and seq not in self._present:
+            return  # lost
         if self._is_idle or self._down:
             self._book_idle()
         self.kv_loading -= 1

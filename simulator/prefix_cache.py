@@ -141,7 +141,11 @@ class SessionCache:
         self._matched = None
         own.end_at(tokens)
         own.is_open = False
-        self._lead(request.session, own, own.end)
+        session, led = request.session, self._chains.get(request.session)
+        if led is not None and led[0] is own:
+            self._chains[session] = own, own.end
+        else:
+            self._lead(session, own, own.end)
         return self._release(own)
 
     def evict_to(self, tokens: int) -> None:

@@ -137,7 +137,9 @@ def _take_waiting(
     its first chunks; what held the others back."""
     started: list[Sequence] = []
     waiting, caps, visible_before_ns = rank.waiting, given.caps, given.visible_before_ns
-    limit = _chunk_limit(rank, caps, visible_before_ns)
+    limit = caps.max_num_batched_tokens
+    if caps.long_prefill_token_threshold:
+        limit = _chunk_limit(rank, caps, visible_before_ns)
     while resumed or (waiting and waiting[0].ready_ns < visible_before_ns):
         seq = resumed[0] if resumed else waiting[0]
         if seats <= 0 or budget < 1:
