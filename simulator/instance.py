@@ -89,7 +89,7 @@ class Instance:
 
     # -- what others do to it ------------------------------------------------------------------------------------
     def submit(self, seq: Sequence) -> None:
-        """Queue a request on its rank, now."""
+        """Queue a request on its rank, now; a hand-over may be taken into the steps under way."""
         run, loads = self._under_way, self.kv_loads
         if loads.in_runs and run and loads.take(seq, self.ranks, run, self.env.now_ns, self.eplb is not None):
             return
@@ -103,7 +103,8 @@ class Instance:
         if self._frontend:  # who called may have more for this instance: no turn after the first is foreseen yet
             self.env.after(self._frontend.turn_done_ns(self.env.now_ns), self._turn, (seq, TURNS - 1))
         else:
-            self.submit(seq)
+            self.ranks.add(seq)
+            self._stir(seq.rank, seq.ready_ns)
 
     def _turn(self, waiting: tuple[Sequence, int]) -> None:
         seq, turns = waiting

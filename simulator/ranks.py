@@ -291,7 +291,7 @@ class Ranks:
         cache, batch = self.queues[seq.rank].cache, self.batch
         if not seq.kv_elsewhere and (shared := cache.end(seq.request, tokens)):  # else it was never in there
             batch.held[seq.rank] += shared
-        if cache.tokens:
+        if cache.tokens and batch.growth[seq.rank]:  # else the cache takes no more than what was held
             self._make_room(seq.rank, batch.step)
 
     def _make_room(self, r: int, step: int) -> None:
