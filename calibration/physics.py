@@ -8,8 +8,9 @@ outside the measured range still scales as the hardware does. Equations and limi
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from rackplan.calibration.experts import experts_touched, replicas_touched
@@ -143,6 +144,8 @@ class PhysicalCost:
             + queries_ms
             + m.decode_kv_read_bytes_per_sequence / pool.tp / (hbm_bytes_ms * c.kv_read_efficiency)
         )
+        # numpy takes half as long to multiply with an array of no dimension as with a number
+        self._decode_cells: Any = np.array(self._request_ms), np.array(self._context_ms)
         self._pair_ms = (c.prefill_pair_ms + sum(f.per_pair_ms for f in fixes_off)) / pool.tp
         self._prefill_context_ms, self._host_request_ms = c.prefill_context_ms, c.host_request_ms
         self._admission_ms, self._admission_token_ms = c.admission_fixed_ms, c.admission_token_ms
@@ -158,6 +161,7 @@ class PhysicalCost:
         self._moe_flop_rate = self._flop_rate("fp4") * c.moe_flop_efficiency
         self._moe_read_rate = g.hbm_tb_s * 1e9 * c.moe_read_efficiency
         self._redundant_experts = deployment.redundant_experts(pool)
+        self._keep_shared_numbers()
         self._record_ms = c.eplb_record_ms if deployment.eplb.enabled and self.width > 1 else 0.0
         self.draft_balancedness: Callable[[float], float] | None = None
         shared_ms: Callable[[int, int, int, int, float], SharedTime] = self._shared_time
@@ -168,6 +172,25 @@ class PhysicalCost:
         self.shared_ms = lru_cache(maxsize=65536)(shared_ms)
         late = sum(1.0 / i for i in range(1, pool.dep + 1)) - 1.0  # expected extra of the latest of dep ranks
         self._host_fixed_ms = c.host_step_ms + c.host_jitter_ms * late
+
+    def _keep_shared_numbers(self) -> None:
+        """What `_shared_time` needs of the models, whose attributes take long to read, as plain numbers."""
+        m, c, pool = self.model, self.c, self.pool
+        self._dep, self._tp, self._offloads = pool.dep, pool.tp, bool(pool.offload.group_size)
+        self._hidden, self._moe_layers, self._all_to_all = m.hidden, m.moe_layers, c.all_to_all
+        self._replay_tokens, self._narrow_share = m.replay_tokens_per_hit, self._replay_layers / m.layers
+        self._routing = m.routed_experts, m.top_k, c.routing_sigma, self._redundant_experts
+        self._top_k, self._expert_bytes = m.top_k, m.bytes_per_routed_expert
+        self._step_fixed_ms, self._chunk_ms, self._causal_ms = c.step_fixed_ms, c.prefill_chunk_ms, c.prefill_causal_ms
+        self._copies = m.top_k * (self.width - 1) / self.width if c.all_to_all else self.width - 1.0
+        self._message_bytes = c.dispatch_bytes + c.combine_bytes
+        self._link_rate = self.gpu.nvlink_gb_s / 2 * 1e6 * c.link_efficiency  # one direction
+        self._latency_ms = c.comm_fixed_ms + c.comm_rank_ms * math.log2(self.width)
+        self._sharpness, self._root = c.roofline_sharpness, 1 / c.roofline_sharpness
+        self._draft, self._draft_fixed_ms, self._draft_token_ms = m.draft, c.draft_fixed_ms, c.draft_token_ms
+        if draft := self._draft:
+            self._draft_experts, self._draft_top_k, self._draft_bytes = draft.experts, draft.top_k, draft.bytes
+            self._draft_layer_share = c.draft_layer_share * draft.layers / m.layers
 
     # -- each rank's own ------------------------------------------------------------------------------------------
     def attention_ms(
@@ -183,36 +206,39 @@ class PhysicalCost:
             + self._prefill_context_ms * prefill_context
             + self._token_fix_ms * prefill_tokens
         )
-        own = self._request_ms * decode_requests
+        is_number = isinstance(decode_context, float)
+        request_ms, context_ms = (self._request_ms, self._context_ms) if is_number else self._decode_cells
+        own = request_ms * decode_requests
         if not (isinstance(prefill, float) and prefill == 0.0):  # where none prefills, one vector less to add
             own = prefill + own
-        return own + self._context_ms * decode_context
+        total = context_ms * decode_context
+        total += own
+        return total
 
     # -- all ranks together ---------------------------------------------------------------------------------------
     def _shared_time(
         self, widest: int, total: int, prefill_tokens: int, prefill_chunks: int, balancedness: float
     ) -> SharedTime:
-        m, c = self.model, self.c
         # Layers that a prefill runs on its replay window alone see fewer tokens than the others.
-        narrow = total - prefill_tokens + min(prefill_tokens, m.replay_tokens_per_hit * prefill_chunks)
-        narrow_share = self._replay_layers / m.layers
+        narrow = total - prefill_tokens + min(prefill_tokens, self._replay_tokens * prefill_chunks)
+        narrow_share, moe_layers = self._narrow_share, self._moe_layers
         padded = padded_tokens(widest, self._capture_limit)
         # MoE: once over all layers at the full batch, the replayed layers at the narrow one.
-        full_ms, full_excess = self._moe_ms(total, m.moe_layers * (1 - narrow_share), balancedness)
-        thin_ms, thin_excess = self._moe_ms(narrow, m.moe_layers * narrow_share, balancedness)
+        full_ms, full_excess = self._moe_ms(total, moe_layers * (1 - narrow_share), balancedness)
+        thin_ms, thin_excess = self._moe_ms(narrow, moe_layers * narrow_share, balancedness)
         prefill_share = prefill_tokens / total if total else 0.0
-        dense_ms = c.step_fixed_ms + self._dense_ms(padded, prefill_share) + self._record_ms
-        dense_ms += c.prefill_chunk_ms * prefill_chunks / self.pool.dep
-        if c.prefill_causal_ms and prefill_chunks:
+        dense_ms = self._step_fixed_ms + self._dense_ms(padded, prefill_share) + self._record_ms
+        dense_ms += self._chunk_ms * prefill_chunks / self._dep
+        if self._causal_ms and prefill_chunks:
             # Exact where the chunks are alike: of unlike ones only the sum is at hand.
             pairs = prefill_tokens * (prefill_tokens / prefill_chunks) / 2
-            dense_ms += c.prefill_causal_ms * pairs / self.pool.dep / self.pool.tp
+            dense_ms += self._causal_ms * pairs / self._dep / self._tp
         latency_ms, volume_ms = self._communication_ms(padded, prefill_share, narrow_share)
         # All-to-all brings the hottest GPU its tokens' activations too; all-gather brings every GPU the same.
-        crowding_ms = volume_ms * (1 / balancedness - 1) if c.all_to_all else 0.0
+        crowding_ms = volume_ms * (1 / balancedness - 1) if self._all_to_all else 0.0
         target = (dense_ms, full_ms + thin_ms, full_excess + thin_excess + crowding_ms, latency_ms + volume_ms)
         draft_ms = self._draft_ms(widest, total, dense_ms + latency_ms) if self.drafts else 0.0
-        wait_ms = self._weight_wait_ms(sum(target)) if self.pool.offload.group_size else 0.0
+        wait_ms = self._weight_wait_ms(sum(target)) if self._offloads else 0.0
         return SharedTime(*target, draft_ms, wait_ms)
 
     def _weight_wait_ms(self, layers_ms: float) -> float:
@@ -230,7 +256,7 @@ class PhysicalCost:
 
     def _dense_ms(self, tokens: int, prefill_share: float) -> float:
         flops = prefill_share * self._prefill_flops + (1 - prefill_share) * self._decode_flops
-        flop_ms = tokens * flops / self.pool.tp / self._dense_flop_rate
+        flop_ms = tokens * flops / self._tp / self._dense_flop_rate
         return self._roofline(self._dense_read_ms, flop_ms)
 
     def _dense_flops(self, phase: str) -> float:
@@ -252,11 +278,9 @@ class PhysicalCost:
         """(time with even load, excess of the hottest GPU) of `layers` MoE layers over `tokens` of all ranks."""
         if tokens <= 0 or layers <= 0:
             return 0.0, 0.0
-        m = self.model
-        touched = replicas_touched(tokens, m.routed_experts, m.top_k, self.c.routing_sigma, self._redundant_experts)
-        touched /= self.width
-        read_ms = layers * touched * m.bytes_per_routed_expert / self._moe_read_rate
-        flops = tokens * m.top_k / self.width * self._expert_flops
+        touched = replicas_touched(tokens, *self._routing) / self.width
+        read_ms = layers * touched * self._expert_bytes / self._moe_read_rate
+        flops = tokens * self._top_k / self.width * self._expert_flops
         flop_ms = layers * flops / self._moe_flop_rate
         even = self._roofline(read_ms, flop_ms)
         return even, self._roofline(read_ms, flop_ms / balancedness) - even
@@ -267,27 +291,23 @@ class PhysicalCost:
         on another GPU."""
         if self.width == 1:
             return 0.0, 0.0
-        m, c = self.model, self.c
-        copies = m.top_k * (self.width - 1) / self.width if c.all_to_all else self.width - 1.0
-        layers = m.moe_layers * (1 - prefill_share * narrow_share)
-        volume = tokens * copies * m.hidden * (c.dispatch_bytes + c.combine_bytes) * layers
-        link_bytes_ms = self.gpu.nvlink_gb_s / 2 * 1e6  # one direction
-        latency = c.comm_fixed_ms + c.comm_rank_ms * math.log2(self.width)
-        return latency, volume / (link_bytes_ms * c.link_efficiency)
+        layers = self._moe_layers * (1 - prefill_share * narrow_share)
+        volume = tokens * self._copies * self._hidden * self._message_bytes * layers
+        return self._latency_ms, volume / self._link_rate
 
     def _draft_ms(self, widest: int, total: int, layers_ms: float) -> float:
         """The draft's experts, with the hottest GPU's tokens where popularity is known; its other work is a constant, a
         part per token, and a share of what as many of the target's layers take beside experts (`layers_ms`: all)."""
-        draft, c = self.model.draft, self.c
+        draft = self._draft
         if draft is None:
             return 0.0
-        other_ms = c.draft_fixed_ms + c.draft_token_ms * widest
-        if c.draft_layer_share:
-            other_ms += c.draft_layer_share * draft.layers / self.model.layers * layers_ms
+        other_ms = self._draft_fixed_ms + self._draft_token_ms * widest
+        if self._draft_layer_share:
+            other_ms += self._draft_layer_share * layers_ms
         read_bytes_ms = self._moe_read_rate
         if self.draft_balancedness is None:
-            touched = experts_touched(total, draft.experts, draft.top_k) / self.width
-            return touched / draft.experts * draft.bytes / read_bytes_ms + other_ms
+            touched = experts_touched(total, self._draft_experts, self._draft_top_k) / self.width
+            return touched / self._draft_experts * self._draft_bytes / read_bytes_ms + other_ms
         routed = total * self.drafts / (1 + self.drafts)
         touched = replicas_touched(routed, draft.experts, draft.top_k, 0.0, self._redundant_experts) / self.width
         read_ms = touched / draft.experts * draft.bytes / read_bytes_ms
@@ -299,11 +319,10 @@ class PhysicalCost:
 
     def _roofline(self, read_ms: float, flop_ms: float) -> float:
         """Smooth maximum: the two overlap, but not perfectly where they are close."""
-        top = read_ms if read_ms > flop_ms else flop_ms
+        top, other = (read_ms, flop_ms) if read_ms > flop_ms else (flop_ms, read_ms)
         if top == 0.0:
             return 0.0
-        p = self.c.roofline_sharpness
-        return top * ((read_ms / top) ** p + (flop_ms / top) ** p) ** (1 / p)
+        return top * (1.0 + (other / top) ** self._sharpness) ** self._root
 
     # -- host -----------------------------------------------------------------------------------------------------
     def launch_floor_ms(self, widest_tokens: int, prefill_ranks: int) -> float:

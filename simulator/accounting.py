@@ -22,13 +22,19 @@ class GpuTime:
         host's, and so is waiting for weights from host memory."""
         total, shared = sums.wall_ns, sums.shared
         busy_ns = (1.0 - idle_share) * sums.steps
-        gpu = min(total, sums.gpu_ms * NS_PER_MS)
-        sync = min(total - gpu, sums.sync_ms * NS_PER_MS)
+        gpu = sums.gpu_ms * NS_PER_MS
+        if gpu > total:
+            gpu = total
+        sync = sums.sync_ms * NS_PER_MS
+        if sync > total - gpu:
+            sync = total - gpu
         slowest = sums.attention_ms * NS_PER_MS
         skew = slowest - sums.attention_mean_ms * NS_PER_MS  # idle ranks' share is in their dummy batches
         host = total - gpu - sync + busy_ns * shared.weight_wait * NS_PER_MS
         ep_imbalance = busy_ns * shared.ep_imbalance * NS_PER_MS
-        dp_imbalance = max(0.0, skew - idle_share * slowest)
+        dp_imbalance = skew - idle_share * slowest
+        if dp_imbalance < 0.0:
+            dp_imbalance = 0.0
         dummies = idle_share * gpu
         ns, gpus = self.ns, self.gpus
         if idle_cause == "dp_imbalance":

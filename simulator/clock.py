@@ -40,6 +40,14 @@ class Clock(simpy.Environment):
         queue: list[Any] = self._queue if delay_ns <= FAR_NS else self._far
         heappush(queue, (self.now_ns + delay_ns, priority, next(self._eid), call, value))
 
+    def next_place(self) -> int:
+        """A place, among what comes at one time, behind all that was scheduled before; for `at`."""
+        return next(self._eid)
+
+    def at(self, time_ns: int, place: int, call: Callable[[Any], None], value: Any) -> None:
+        """As `after`, at a time to come, as if it had been scheduled when it got its `place`."""
+        heappush(self._queue, (time_ns, NORMAL, place, call, value))  # type: ignore[misc]
+
     def step(self) -> None:
         """Make the calls that come next, then process one event."""
         queue: list[Any] = self._queue
@@ -49,11 +57,14 @@ class Clock(simpy.Environment):
                 heappush(queue, heappop(far))
                 continue
             entry = heappop(queue)
-            self._now = self.now_ns = entry[0]
-            if len(entry) != 5:
+            try:
+                self.now_ns, _, _, call, value = entry
+            except ValueError:  # an event of SimPy's
+                self.now_ns = entry[0]
                 heappush(queue, entry)
                 break
-            entry[3](entry[4])
+            self._now = self.now_ns
+            call(value)
         super().step()
 
 

@@ -60,7 +60,7 @@ class Instance:
         self._prefills = model.pool.role == "prefill"
         self.on_prefilled, self.on_finished = on_prefilled, on_finished
         self.ranks = Ranks(model, load, load_tokens)
-        self.kv_loads = KvLoads()
+        self.kv_loads = KvLoads(env, self.submit)
         self.links_free_ns = [0] * model.pool.dep
         self.kv_loading = 0
         self._batch = self.ranks.batch
@@ -89,9 +89,9 @@ class Instance:
 
     # -- what others do to it ------------------------------------------------------------------------------------
     def submit(self, seq: Sequence) -> None:
-        """Queue a request on its rank, now."""
-        run, loads, may_be_cut = self._under_way, self.kv_loads, self.eplb is not None
-        if run and loads.in_runs and loads.take(seq, self.ranks, run, self.env.now_ns, may_be_cut):
+        """Queue a request on its rank, now; a hand-over may be taken into the steps under way."""
+        run, loads = self._under_way, self.kv_loads
+        if loads.in_runs and run and loads.take(seq, self.ranks, run, self.env.now_ns, self.eplb is not None):
             return
         self.ranks.add(seq)
         self._stir(seq.rank, seq.ready_ns)
@@ -103,7 +103,8 @@ class Instance:
         if self._frontend:  # who called may have more for this instance: no turn after the first is foreseen yet
             self.env.after(self._frontend.turn_done_ns(self.env.now_ns), self._turn, (seq, TURNS - 1))
         else:
-            self.submit(seq)
+            self.ranks.add(seq)
+            self._stir(seq.rank, seq.ready_ns)
 
     def _turn(self, waiting: tuple[Sequence, int]) -> None:
         seq, turns = waiting
@@ -130,22 +131,29 @@ class Instance:
 
     def give_back(self, seq: Sequence) -> None:
         """The KV of a prompt that the router counts no more may be evicted from now on."""
-        self._settle()
+        if self._is_idle or self._down:
+            self._book_idle()
         if self.ranks.release(seq):
             self._stir(seq.rank, self.env.now_ns)
 
-    def expect_load(self, seq: Sequence) -> None:
-        """A request is on its way here whose KV will be loaded."""
+    def expect_load(self, seq: Sequence) -> bool:
+        """A request is on its way here whose KV will be loaded. Does it come by itself?"""
         if self._present is not None:
             self._present[seq] = None
-        self._settle()
+        if self._is_idle or self._down:
+            self._book_idle()
         self.kv_loading += 1
+        if not self.kv_loads.in_runs:
+            return False
+        self.kv_loads.expect(seq, self._under_way)
+        return True
 
     def end_load(self, seq: Sequence) -> None:
         """KV that was loaded for a request has arrived, at its `ready_ns`."""
-        if self._is_lost(seq):
-            return
-        self._settle()
+        if self._present is not None and seq not in self._present:
+            return  # lost
+        if self._is_idle or self._down:
+            self._book_idle()
         self.kv_loading -= 1
         self.ranks.end_load(seq)
         self._stir(seq.rank, seq.ready_ns, kv_loaded=True)
@@ -154,7 +162,8 @@ class Instance:
         """The KV that `expect_load` was told of will not come."""
         if self._present is not None:
             del self._present[seq]
-        self._settle()
+        if self._is_idle or self._down:
+            self._book_idle()
         self.kv_loading -= 1
         if self.ranks.drop_load(seq):
             if self._is_idle:
@@ -182,7 +191,8 @@ class Instance:
 
     def lose(self) -> list[Sequence]:
         """All that is here is gone, and nothing runs until `recover`. The requests, in order of arrival."""
-        self._settle()
+        if self._is_idle or self._down:
+            self._book_idle()
         assert self._present is not None
         lost, self._present = list(self._present), {}
         old, ranks = self.ranks, self.ranks
@@ -219,7 +229,8 @@ class Instance:
 
     def stop_measuring(self) -> None:
         """Book the idle time that is still under way."""
-        self._settle()
+        if self._is_idle or self._down:
+            self._book_idle()
 
     # -- the process ---------------------------------------------------------------------------------------------
     def _live(self, ranks: Ranks) -> Sleeps:
@@ -252,6 +263,8 @@ class Instance:
             self._run = run if isinstance(run, StepRun) else None
             if kv_loads.unseen:
                 kv_loads.take_unseen(ranks, run, now, self.eplb is not None)
+            if kv_loads.coming:
+                kv_loads.foresee(run)
             if self._frontend:
                 self._frontend.passing(run, batch.running)
             self._deliver(run.delivery_ns)
@@ -349,6 +362,7 @@ class Instance:
         self._idle_since = self.env.now_ns
         self._extra_host_ms = self._after_ms = 0.0
         self.ranks.begin_wave()
+        self.kv_loads.foresee(None)
         self._is_idle = True
         yield None
         self._is_idle = False
@@ -375,12 +389,8 @@ class Instance:
             self._process.interrupt()
 
     # -- what a step did -----------------------------------------------------------------------------------------
-    def _settle(self) -> None:
-        """What it waits for is about to change: book the idle time up to now."""
-        if self._is_idle or self._down:
-            self._book_idle()
-
     def _book_idle(self) -> None:
+        """Book the time in which nothing ran up to now, before what it waits for changes."""
         waits = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
         cause = "failed" if self._down else waits
         self.time.book_idle(cause, self.env.now_ns - self._idle_since)

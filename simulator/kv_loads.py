@@ -8,6 +8,7 @@ run there.
 from collections import deque
 from collections.abc import Callable
 
+from rackplan.simulator.clock import NEVER, Clock
 from rackplan.simulator.ranks import Ranks
 from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.step_run import OneStep, StepRun
@@ -16,14 +17,41 @@ from rackplan.simulator.step_run import OneStep, StepRun
 class KvLoads:
     """`start(seq, step_ns, planned_ns)`: a hand-over begins with the step that begins and was planned then; `in_runs`:
     that changes nothing of the instance's steps. Both are set by who hands over. `unseen`: hand-overs that came during
-    a single step."""
+    a single step; `coming`: those that come after what is under way, in order, with their places among what comes at
+    one time."""
 
-    __slots__ = ("in_runs", "start", "unseen")
+    __slots__ = ("_called", "_env", "_queue", "coming", "in_runs", "start", "unseen")
 
-    def __init__(self) -> None:
+    def __init__(self, env: Clock, queue: Callable[[Sequence], None]) -> None:
         self.start: Callable[[Sequence, int, int], None]
         self.in_runs = False
         self.unseen: deque[Sequence] = deque()
+        self.coming: deque[tuple[Sequence, int]] = deque()
+        self._env, self._queue = env, queue
+        self._called = 0  # how many of those that come are calls in the clock's queue
+
+    def expect(self, seq: Sequence, run: OneStep | StepRun | None) -> None:
+        """A hand-over comes at its `ready_ns`, no sooner than those before it; `run` is under way."""
+        self.coming.append((seq, self._env.next_place()))
+        if run is None or seq.ready_ns <= run.end_ns:
+            self.foresee(run)
+
+    def foresee(self, run: OneStep | StepRun | None) -> None:
+        """`run` is under way, None for none: those that come before its end are taken in by a single step as they are,
+        which takes no call, and are called at their time by all else."""
+        coming, end_ns = self.coming, run.end_ns if run else NEVER
+        is_single = isinstance(run, OneStep)
+        while coming and coming[0][0].ready_ns <= end_ns:
+            seq, place = coming.popleft()
+            if is_single and seq.ready_ns < end_ns and not self._called:
+                self.unseen.append(seq)
+            else:
+                self._called += 1
+                self._env.at(seq.ready_ns, place, self._come, seq)
+
+    def _come(self, seq: Sequence) -> None:
+        self._called -= 1
+        self._queue(seq)
 
     def take(self, seq: Sequence, ranks: Ranks, run: OneStep | StepRun, now_ns: int, may_be_cut: bool) -> bool:
         """Take in a hand-over that has come while `run` is under way. False if it is still to be queued. `may_be_cut`:
@@ -34,9 +62,8 @@ class KvLoads:
         planned = run.steps_planned(seq.ready_ns)
         if planned >= run.steps or (may_be_cut and planned > run.steps_done(now_ns) + 1):
             return False
-        if not ranks.can_load_beside(seq, run.steps):
+        if not ranks.load_beside(seq, run.steps):
             return False
-        ranks.hold_load(seq)
         self.start(seq, *run.begin_of(planned))
         return True
 
@@ -46,8 +73,7 @@ class KvLoads:
         unseen = self.unseen
         while unseen and unseen[0].ready_ns < visible_before_ns:
             seq = unseen.popleft()
-            if ranks.can_load_beside(seq, 0):
-                ranks.hold_load(seq)
+            if ranks.load_beside(seq, 0):
                 ranks.begun_loads.append(seq)
             else:
                 ranks.add(seq)

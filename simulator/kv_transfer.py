@@ -41,7 +41,9 @@ class KvTransfers:
         self._setup_ns = round(cost.setup_ms * NS_PER_MS)
         self._block_ms, self._block_tokens = cost.per_block_ms, cost.block_tokens
         self._token_bytes, self._state_bytes = model.kv_bytes_per_token, model.state_bytes_per_sequence
-        self._bytes_per_ns, self._counts_steps = cost.gb_per_s, cost.counts_steps
+        self._bytes_per_ns = cost.gb_per_s
+        is_async = decode.instances[0].pool.async_scheduling
+        self._waits_steps = steps_waited(is_async) if cost.counts_steps else 0.0
         self._under_way: dict[Sequence, tuple[Sequence, Instance, Instance]] = {}
         for instance in decode.instances:
             instance.kv_loads.start, instance.kv_loads.in_runs = self._begin, not self._pulls
@@ -56,8 +58,8 @@ class KvTransfers:
         target.cached_tokens, target.scheduled_ns = seq.cached_tokens, seq.scheduled_ns
         target.prefill_done_ns, target.kv_elsewhere = seq.prefill_done_ns, True
         self._under_way[target] = seq, source, instance
-        instance.expect_load(target)
-        self.env.after(self._setup_ns, self._queue, target)
+        if not instance.expect_load(target):
+            self.env.after(self._setup_ns, self._queue, target)
 
     def _queue(self, target: Sequence) -> None:
         self._under_way[target][2].submit(target)
@@ -77,18 +79,24 @@ class KvTransfers:
         seq, source, instance = self._under_way[target]
         tokens = seq.prompt_tokens
         delay_ms = 0.0 if self._pulls else self._work_ms(target)
-        if self._counts_steps:
-            delay_ms += steps_waited(instance.pool.async_scheduling) * instance.step_ms()
+        if self._waits_steps:
+            delay_ms += self._waits_steps * instance.step_ms()
         bytes_ns = round((tokens * self._token_bytes + self._state_bytes) / self._bytes_per_ns)
         out, into = source.links_free_ns, instance.links_free_ns
-        end = max(planned_ns, out[seq.rank], into[target.rank]) + bytes_ns
+        end, out_ns, into_ns = planned_ns, out[seq.rank], into[target.rank]
+        if out_ns > end:
+            end = out_ns
+        if into_ns > end:
+            end = into_ns
+        end += bytes_ns
         out[seq.rank] = into[target.rank] = end
         self.count += 1
         self.wait_ns += planned_ns - target.ready_ns
         arrive = end + round(delay_ms * NS_PER_MS)
         self.transfer_ns += arrive - planned_ns + self._setup_ns
         target.ready_ns = arrive
-        self.env.after(max(0, arrive - self.env.now_ns), self._arrive, target)
+        left_ns = arrive - self.env.now_ns
+        self.env.after(left_ns if left_ns > 0 else 0, self._arrive, target)
 
     def _arrive(self, target: Sequence) -> None:
         seq, source, instance = self._under_way.pop(target)

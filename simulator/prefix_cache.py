@@ -100,9 +100,13 @@ class SessionCache:
         root.older = root.newer = root
         self._chains: dict[int, tuple[_Stretch, int]] = {}  # the deepest stretch of a session, and its tokens
         self._own: dict[Request, _Stretch] = {}  # what a running request computes
+        self._matched: Request | None = None  # what was last looked for, if nothing has changed since
+        self._matched_at = root
 
     def match(self, request: Request) -> int:
-        return self._find(request)[1]
+        self._matched_at, tokens = self._find(request)
+        self._matched = request
+        return tokens
 
     def held_tokens(self, request: Request, cached_tokens: int) -> int:
         return _held_tokens(self._find(request)[0], cached_tokens)
@@ -110,7 +114,8 @@ class SessionCache:
     def begin(self, request: Request, cached_tokens: int, tokens: int = 0) -> int:
         if request.session < 0:
             return 0
-        found = self._find(request)[0]
+        found = self._matched_at if self._matched is request else self._find(request)[0]
+        self._matched = None
         shared = _held_tokens(found, cached_tokens)
         node = self._cut(found, cached_tokens)
         own = self._own[request] = _Stretch(node, cached_tokens, cached_tokens, refs=1)
@@ -127,18 +132,25 @@ class SessionCache:
         own = self._own.get(request)
         if own is not None:
             own.end_at(tokens)
+            self._matched = None
 
     def end(self, request: Request, tokens: int) -> int:
         own = self._own.pop(request, None)
         if own is None:
             return 0
+        self._matched = None
         own.end_at(tokens)
         own.is_open = False
-        self._lead(request.session, own, own.end)
+        session, led = request.session, self._chains.get(request.session)
+        if led is not None and led[0] is own:
+            self._chains[session] = own, own.end
+        else:
+            self._lead(session, own, own.end)
         return self._release(own)
 
     def evict_to(self, tokens: int) -> None:
         tokens = max(0, tokens)
+        self._matched = None
         while self.tokens > tokens:
             node: _Stretch = self._root.newer  # without children: they were freed before it
             blocks = -((tokens - self.tokens) // BLOCK_TOKENS)

@@ -75,24 +75,24 @@ class Ranks:
             cache.end(request, request.input_tokens)
             cache.evict_to(self.model.kv_tokens)
 
-    def can_load_beside(self, seq: Sequence, steps: int) -> bool:
-        """Will the scheduler begin the load of `seq` when it next looks? `steps`: that it is to have KV for."""
+    def load_beside(self, seq: Sequence, steps: int) -> bool:
+        """Begin the load of `seq` if the scheduler will for certain when it next looks. `steps`: that it is to have KV
+        for."""
         r, caps, batch = seq.rank, self._caps, self.batch
         if r in self._busy:
             return False
-        most = len(self.queues[r].decoding) + len(self.queues[r].holding)
+        rank, tokens = self.queues[r], seq.prompt_tokens
+        most = len(rank.decoding) + len(rank.holding)
         if most >= caps.max_num_seqs or most * caps.width >= caps.max_num_batched_tokens:
             return False
-        return seq.prompt_tokens <= batch.room(r, batch.step + steps)
-
-    def hold_load(self, seq: Sequence) -> None:
-        """The load of `seq` begins, which may be beside others (`can_load_beside`)."""
-        r, rank, tokens = seq.rank, self.queues[seq.rank], seq.prompt_tokens
+        if tokens > batch.room(r, batch.step + steps):
+            return False
         seq.loaded_tokens, seq.is_loading = tokens, True
         rank.holding.append(seq)
-        self.batch.hold(r, tokens)
+        batch.hold(r, tokens)
         if rank.cache.tokens:
-            self._make_room(r, self.batch.step)
+            self._make_room(r, batch.step)
+        return True
 
     def is_blocked(self, r: int, kv_loaded: bool) -> bool:
         """Can a request that comes to rank `r` not start before another ends? One with its KV needs no more of it, or
@@ -126,7 +126,9 @@ class Ranks:
             if self._preempted and r in self._preempted:
                 plan = RankPlan([], chunks, [], None)
             else:
-                room = self._room_to_admit(r, chunks) if rank.waiting or rank.holding else 0.0
+                # What has its KV takes no more, so only the others and what may be evicted are asked for.
+                asks = rank.waiting or (rank.holding and (rank.host or rank.cache.tokens))
+                room = self._room_to_admit(r, chunks) if asks else 0.0
                 plan = plan_rank(rank, chunks, given, room, defers)
                 if rank.begun:
                     self._hold_loads(r)
@@ -287,9 +289,9 @@ class Ranks:
     def _leave_cached(self, seq: Sequence, tokens: int) -> None:
         """`seq` holds its KV no more: what others share with it stays theirs, its first `tokens` may be hit."""
         cache, batch = self.queues[seq.rank].cache, self.batch
-        if shared := cache.end(seq.request, tokens):
+        if not seq.kv_elsewhere and (shared := cache.end(seq.request, tokens)):  # else it was never in there
             batch.held[seq.rank] += shared
-        if cache.tokens:
+        if cache.tokens and batch.growth[seq.rank]:  # else the cache takes no more than what was held
             self._make_room(seq.rank, batch.step)
 
     def _make_room(self, r: int, step: int) -> None:

@@ -137,7 +137,9 @@ def _take_waiting(
     its first chunks; what held the others back."""
     started: list[Sequence] = []
     waiting, caps, visible_before_ns = rank.waiting, given.caps, given.visible_before_ns
-    limit = _chunk_limit(rank, caps, visible_before_ns)
+    limit = caps.max_num_batched_tokens
+    if caps.long_prefill_token_threshold:
+        limit = _chunk_limit(rank, caps, visible_before_ns)
     while resumed or (waiting and waiting[0].ready_ns < visible_before_ns):
         seq = resumed[0] if resumed else waiting[0]
         if seats <= 0 or budget < 1:
@@ -146,7 +148,11 @@ def _take_waiting(
         over = seq.prompt_tokens - room_tokens
         if over > 0 and over > (seq.loaded_tokens or rank.cache.held_tokens(seq.request, cached)):
             return started, "kv_full"
-        if not resumed and (to_load := _tokens_to_load(rank, seq, caps)) > cached:
+        if (
+            (seq.kv_elsewhere or rank.host)
+            and not resumed
+            and (to_load := _tokens_to_load(rank, seq, caps)) > cached
+        ):
             takes = to_load - rank.cache.held_tokens(seq.request, cached) if cached else to_load
             if takes > room_tokens - rank.reserved_tokens(chunks):
                 return started, "kv_full"

@@ -50,12 +50,13 @@ class SessionTree:
     streams: tuple[Stream, ...]
 
     @cached_property
-    def spawned(self) -> dict[tuple[int, int], list[int]]:
-        """Streams by the (stream, turn) that starts them."""
-        by_turn: dict[tuple[int, int], list[int]] = {}
+    def spawned(self) -> dict[int, dict[int, list[int]]]:
+        """Streams by the stream, then by its turn, that starts them."""
+        by_turn: dict[int, dict[int, list[int]]] = {}
         for index, stream in enumerate(self.streams):
             if stream.spawned_by is not None:
-                by_turn.setdefault(stream.spawned_by, []).append(index)
+                parent, turn = stream.spawned_by
+                by_turn.setdefault(parent, {}).setdefault(turn, []).append(index)
         return by_turn
 
     @cached_property
@@ -64,12 +65,12 @@ class SessionTree:
         ends: list[np.ndarray] = [np.empty(0)] * len(self.streams)
 
         def play(index: int, start_s: float) -> float:
-            now_s, times = start_s, []
+            now_s, times, spawns = start_s, [], self.spawned.get(index, {})
             free_s = start_s  # when the joined streams that were spawned have ended
             for turn_index, turn in enumerate(self.streams[index].turns):
                 now_s = max(free_s, now_s + min(turn.delay_s, MAX_DELAY_S)) + service_s(turn)
                 times.append(now_s)
-                for child in self.spawned.get((index, turn_index), ()):
+                for child in spawns.get(turn_index, ()):
                     child_end_s = play(child, now_s)
                     if self.streams[child].joined:
                         free_s = max(free_s, child_end_s)

@@ -24,13 +24,29 @@ MAX_IDLE_NS = int(MAX_DELAY_S * NS_PER_S)
 
 
 class _Run:
-    """One `stream` in play. `turn`: the next to send; `like`: the session that its first turn begins like; `joins`: the
-    streams it waits for; `awaited`: its parent waits for it; `ready_ns`: None if busy."""
+    """Stream `index` of a lane's tree in play. `turn`: the next to send; `like`: the session that its first turn begins
+    like; `spawns`: streams by the turn that starts them; `joins`: the streams it waits for; `awaited`: its parent waits
+    for it; `ready_ns`: None if busy."""
 
-    __slots__ = ("awaited", "joins", "like", "ready_ns", "session", "stream", "turn")
+    __slots__ = (
+        "awaited",
+        "index",
+        "joins",
+        "lane",
+        "like",
+        "ready_ns",
+        "session",
+        "spawns",
+        "stream",
+        "turn",
+        "turns",
+    )
 
-    def __init__(self, stream: Stream, session: int, turn: int, like: int = -1) -> None:
-        self.stream, self.session, self.turn, self.like = stream, session, turn, like
+    def __init__(self, lane: "_Lane", index: int, session: int, turn: int, like: int = -1) -> None:
+        self.lane, self.index, self.session, self.turn, self.like = lane, index, session, turn, like
+        self.stream: Stream = lane.tree.streams[index]
+        self.turns = self.stream.turns
+        self.spawns = lane.tree.spawned.get(index)
         self.joins = 0
         self.awaited = False
         self.ready_ns: int | None = None
@@ -42,15 +58,15 @@ class _Lane:
     `in_flight`: requests that were sent and have not ended; `held`: streams whose turn is so far off that it may move.
     """
 
-    __slots__ = ("held", "idle_sessions", "in_flight", "runs", "sessions", "spawned", "tree")
+    __slots__ = ("held", "idle_sessions", "in_flight", "runs", "sessions", "tree")
 
     def __init__(self, tree: SessionTree) -> None:
-        self.tree, self.spawned = tree, tree.spawned
+        self.tree = tree
         self.runs: dict[int, _Run] = {}
         self.idle_sessions: list[int] = []
         self.sessions: dict[int, int] = {}
         self.in_flight = 0
-        self.held: list[int] = []
+        self.held: list[_Run] = []
 
 
 class SessionSource:
@@ -71,7 +87,7 @@ class SessionSource:
         self._end_ns = duration_s * NS_PER_S
         self._next_tree = 0
         self._request_ids, self._session_ids = count(), count()
-        self._in_flight: dict[int, tuple[_Lane, int]] = {}
+        self._in_flight: dict[int, _Run] = {}  # by request
         self._primed: dict[int, int] = {}  # tokens by session
         self._first: list[Request] = []
         for _ in range(load.concurrency or 0):
@@ -88,45 +104,47 @@ class SessionSource:
                 yield from self._start_tree(time_ns)
 
     def finished(self, request: Request, now_ns: int) -> list[Request]:
-        lane, index = self._in_flight.pop(request.id)
+        run = self._in_flight.pop(request.id)
+        lane = run.lane
         lane.in_flight -= 1
-        run = lane.runs[index]
-        out: list[Request] = []
-        for child in lane.spawned.get((index, run.turn), ()):
-            out += self._start_stream(lane, child, now_ns)
-            if lane.tree.streams[child].joined:
-                self._await(lane, index, child)
+        started: list[Request] = []
+        if run.spawns is not None:
+            for child in run.spawns.get(run.turn, ()):
+                started += self._start_stream(lane, child, now_ns)
+                if lane.tree.streams[child].joined:
+                    self._await(lane, run.index, child)
         run.turn += 1
-        out += self._go_on(lane, index, now_ns)
+        out = self._go_on(run, now_ns)
+        if started:
+            out = started + out
         return out + self._send_held(lane, now_ns) if lane.held else out
 
     def primed(self) -> list[tuple[int, int]]:
         return list(self._primed.items())
 
-    def _go_on(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
-        """What follows in a lane when nothing of stream `index` is in flight: its next turn, its end, a wait."""
-        run = lane.runs[index]
-        turns, ready_ns = run.stream.turns, run.ready_ns
-        if run.turn < len(turns):
-            if ready_ns is None:
-                ready_ns = run.ready_ns = now_ns + int(turns[run.turn].delay_s * NS_PER_S)
-            if run.joins:
-                return []
-            if ready_ns - now_ns > MAX_IDLE_NS:
-                lane.held.append(index)
-                return []
-            return self._send(lane, index, ready_ns if ready_ns > now_ns else now_ns)
-        return [] if run.joins else self._end_stream(lane, index, now_ns)
+    def _go_on(self, run: _Run, now_ns: int) -> list[Request]:
+        """What follows in a lane when nothing of stream `run` is in flight: its next turn, its end, a wait."""
+        turns, ready_ns = run.turns, run.ready_ns
+        if run.turn >= len(turns):
+            return [] if run.joins else self._end_stream(run, now_ns)
+        if ready_ns is None:
+            ready_ns = run.ready_ns = now_ns + int(turns[run.turn].delay_s * NS_PER_S)
+        if run.joins:
+            return []
+        if ready_ns - now_ns > MAX_IDLE_NS:
+            run.lane.held.append(run)
+            return []
+        return self._send(run, ready_ns if ready_ns > now_ns else now_ns)
 
-    def _end_stream(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
-        run = lane.runs.pop(index)
-        stream = run.stream
+    def _end_stream(self, run: _Run, now_ns: int) -> list[Request]:
+        lane, stream = run.lane, run.stream
+        del lane.runs[run.index]
         if stream.kind == "sub" and not stream.lines:
             lane.idle_sessions.append(run.session)
         if run.awaited and stream.spawned_by is not None:
-            parent = stream.spawned_by[0]
-            lane.runs[parent].joins -= 1
-            return self._go_on(lane, parent, now_ns)
+            parent = lane.runs[stream.spawned_by[0]]
+            parent.joins -= 1
+            return self._go_on(parent, now_ns)
         if lane.runs or self._load.concurrency is None:
             return []
         return self._start_tree(now_ns)
@@ -143,43 +161,42 @@ class SessionSource:
         return _Lane(tree)
 
     def _start_stream(self, lane: _Lane, index: int, now_ns: int) -> list[Request]:
-        idle, stream = lane.idle_sessions, lane.tree.streams[index]
-        if stream.lines:
-            lane.runs[index] = _Run(stream, -1, 0)
+        idle = lane.idle_sessions
+        if lane.tree.streams[index].lines:
+            run = _Run(lane, index, -1, 0)
         elif idle:
-            lane.runs[index] = _Run(stream, idle.pop(), 0)
+            run = _Run(lane, index, idle.pop(), 0)
         else:
             like = next((r.session for r in lane.runs.values() if r.stream.kind == "sub"), -1)
-            lane.runs[index] = _Run(stream, next(self._session_ids), 0, like)
-        return self._go_on(lane, index, now_ns)
+            run = _Run(lane, index, next(self._session_ids), 0, like)
+        lane.runs[index] = run
+        return self._go_on(run, now_ns)
 
-    def _send(self, lane: _Lane, index: int, at_ns: int) -> list[Request]:
+    def _send(self, run: _Run, at_ns: int) -> list[Request]:
         if at_ns >= self._end_ns:
             return []
-        run = lane.runs[index]
         run.ready_ns = None
-        stream = run.stream
-        input_tokens, output_tokens, reuse_tokens, _ = stream.turns[run.turn]
-        session, like = run.session, run.like if run.turn == 0 else -1
-        if stream.lines:
-            session, like = (self._session_of(lane, line) for line in stream.lines[run.turn])
+        lane, turn, lines = run.lane, run.turn, run.stream.lines
+        input_tokens, output_tokens, reuse_tokens, _ = run.turns[turn]
+        session, like = run.session, -1 if turn else run.like
+        if lines:
+            session, like = (self._session_of(lane, line) for line in lines[turn])
         request_id = next(self._request_ids)
-        request = Request(request_id, at_ns, input_tokens, output_tokens, session, reuse_tokens, like)
-        self._in_flight[request_id] = (lane, index)
+        self._in_flight[request_id] = run
         lane.in_flight += 1
-        return [request]
+        return [Request(request_id, at_ns, input_tokens, output_tokens, session, reuse_tokens, like)]
 
     def _send_held(self, lane: _Lane, now_ns: int) -> list[Request]:
         """Held turns that are near by now. Where nothing of the tree is in flight, all its timers move forward until
         the first is. (What outlasts MAX_IDLE_NS in flight may keep a held turn waiting for its end.)"""
         held, lane.held = lane.held, []
-        first_ns = min((lane.runs[i].ready_ns or 0 for i in held), default=0)
+        first_ns = min((run.ready_ns or 0 for run in held), default=0)
         early_ns = first_ns - now_ns - MAX_IDLE_NS
         if early_ns > 0 and not lane.in_flight:
             for run in lane.runs.values():
                 if run.ready_ns is not None:
                     run.ready_ns -= early_ns
-        return [request for index in held for request in self._go_on(lane, index, now_ns)]
+        return [request for run in held for request in self._go_on(run, now_ns)]
 
     def _session_of(self, lane: _Lane, line: int) -> int:
         """The session that stands for a line of a recorded tree in this lane; -1 for none."""
@@ -209,17 +226,17 @@ class SessionSource:
         if not lane.runs:  # all was in flight
             self._resume(lane, 0, len(lane.tree.streams[0].turns) - 1, at_s)
         for index, run in lane.runs.items():
-            for child in lane.tree.spawned.get((index, run.turn - 1), ()):
+            for child in (run.spawns or {}).get(run.turn - 1, ()):
                 if child in lane.runs and lane.tree.streams[child].joined:
                     self._await(lane, index, child)
-        for index in list(lane.runs):
-            self._first += self._go_on(lane, index, 0)
+        for run in list(lane.runs.values()):
+            self._first += self._go_on(run, 0)
         self._first += self._send_held(lane, 0)
 
     def _resume(self, lane: _Lane, index: int, turn: int, at_s: float) -> None:
         """Stream `index` is about to send `turn`."""
         stream = lane.tree.streams[index]
-        run = lane.runs[index] = _Run(stream, -1 if stream.lines else next(self._session_ids), turn)
+        run = lane.runs[index] = _Run(lane, index, -1 if stream.lines else next(self._session_ids), turn)
         turns = stream.turns
         sent_s = float(lane.tree.turn_ends_s[index][turn]) - service_s(turns[turn])
         run.ready_ns = max(0, int((sent_s - at_s) * NS_PER_S))

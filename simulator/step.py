@@ -173,7 +173,8 @@ def time_steps(
     work = host + sync_ms
     if one:
         wall, lead, next_lead = overlap_one_ms(gpu, floor, work, lead_ms, after_ms)
-        without_sync = overlap_one_ms(gpu, floor, host, lead_ms)[0] if sync_ms else wall
+        shows = sync_ms and work > lead_ms  # else the host is ahead even with the sync
+        without_sync = overlap_one_ms(gpu, floor, host, lead_ms)[0] if shows else wall
     else:
         wall, lead, next_lead = overlap_ms(gpu, floor, work, lead_ms)
         without_sync = np.maximum(np.maximum(0.0, host - lead) + gpu, floor - lead) if sync_ms else wall
@@ -198,9 +199,13 @@ def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tu
         times = attention_ms(*prefill, batch.request_vector, batch.contexts())
         return times.item(times.argmax()), float(np.add.reduce(times)) / n  # several times as fast as its maximum
     each = [0.0] * n
-    for r in load.prefills if not batch.running else range(n):
-        if batch.occupants[r]:
-            each[r] = _attention_of_rank(attention_ms, load, batch, r)
+    if not batch.running:
+        for r, own in load.prefills.items():
+            each[r] = attention_ms(own.tokens, own.pairs, own.context, 0.0, 0.0)
+    else:
+        for r in range(n):
+            if batch.occupants[r]:
+                each[r] = _attention_of_rank(attention_ms, load, batch, r)
     return max(each), _sum_of_few(each) / n
 
 

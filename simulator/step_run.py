@@ -27,17 +27,21 @@ class StepSums:
         self.attention_ms, self.attention_mean_ms, self.shared = attention_ms, attention_mean_ms, shared
 
 
-class OneStep:
-    """A single step, which nothing can cut. `end_ns`: when it ends; `delivery_ns`: how long after its end the step
-    before hands on its tokens, since this one's launch comes first; `next_lead_ms`, `next_seen_ms`: see StepTimes."""
+class OneStep(StepSums):
+    """A single step, which nothing can cut, and the sums over it. `end_ns`: when it ends; `delivery_ns`: how long after
+    its end the step before hands on its tokens, since this one's launch comes first; `next_lead_ms`, `next_seen_ms`:
+    see StepTimes."""
 
-    __slots__ = ("_delivers_at_ns", "_times", "_wall_ns", "delivery_ns", "end_ns", "next_lead_ms", "next_seen_ms")
-    steps = 1
+    __slots__ = ("_delivers_at_ns", "_wall_ns", "delivery_ns", "end_ns", "next_lead_ms", "next_seen_ms")
 
     def __init__(self, times: StepTimes, now_ns: int) -> None:
-        self._times, self.next_lead_ms, self.next_seen_ms = times, times.next_lead_ms, times.next_seen_ms
-        self._wall_ns = max(1, round(times.wall_ms * NS_PER_MS))
+        wall_ns = round(times.wall_ms * NS_PER_MS)
+        self._wall_ns = wall_ns if wall_ns > 1 else 1
         self.end_ns = now_ns + self._wall_ns
+        self.steps, self.wall_ns, self.gpu_ms, self.shared = 1, float(self._wall_ns), times.gpu_ms, times.shared
+        self.sync_ms = times.wall_ms - times.wall_without_sync_ms
+        self.attention_ms, self.attention_mean_ms = times.attention_ms, times.attention_mean_ms
+        self.next_lead_ms, self.next_seen_ms = times.next_lead_ms, times.next_seen_ms
         late_ms = times.launch_ms - times.lead_ms
         self.delivery_ns = round(late_ms * NS_PER_MS) if late_ms > 0.0 else 0
         self._delivers_at_ns = now_ns + self.delivery_ns
@@ -58,10 +62,7 @@ class OneStep:
 
     def sums(self) -> StepSums:
         """Of the step."""
-        t = self._times
-        sync_ms = t.wall_ms - t.wall_without_sync_ms
-        wall_ns = float(self._wall_ns)
-        return StepSums(1, wall_ns, t.gpu_ms, sync_ms, t.attention_ms, t.attention_mean_ms, t.shared)
+        return self
 
 
 class StepRun:

@@ -49,3 +49,21 @@ def test_calls_come_in_order_near_or_far(calls: list[Call]) -> None:
     assert clock.next_ns == min((delay_ns for delay_ns, *_ in calls), default=NEVER)
     clock.run(until=10 * FAR_NS)
     assert came == in_one_queue(calls)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=6))
+def test_what_is_scheduled_late_at_its_place_comes_as_if_scheduled_at_once(calls: list[tuple[int, bool]]) -> None:
+    def order(late: bool) -> list[int]:
+        clock, came = Clock(), []
+        waiting = []
+        for number, (time_ns, waits) in enumerate(calls):
+            if waits and late:
+                waiting.append((time_ns, clock.next_place(), number))
+            else:
+                clock.after(time_ns, came.append, number)
+        for time_ns, place, number in waiting:
+            clock.at(time_ns, place, came.append, number)
+        clock.run(until=10)
+        return came
+
+    assert order(late=True) == order(late=False)
