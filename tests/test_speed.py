@@ -57,14 +57,14 @@ def decode_rack() -> Deployment:
 
 
 CASES = {
-    "aggregated": (aggregated(), 20.0, {"all": 190, "time_steps": 3.2, "plan_rank": 1.1, "_live": 4.4}),
-    "aggregated DEP4": (aggregated(dep=4), 60.0, {"all": 160, "time_steps": 2.3, "plan_rank": 1.1, "_live": 2.9}),
+    "aggregated": (aggregated(), 20.0, {"all": 185, "time_steps": 3.2, "plan_rank": 1.1, "_live": 4.4}),
+    "aggregated DEP4": (aggregated(dep=4), 60.0, {"all": 155, "time_steps": 2.3, "plan_rank": 1.1, "_live": 2.9}),
     "P/D": (
         disaggregated(prefill={"instances": 1}, decode={"dep": 1}),
         20.0,
-        {"all": 295, "time_steps": 4.3, "plan_rank": 2.2, "_live": 6.5},
+        {"all": 285, "time_steps": 4.3, "plan_rank": 2.2, "_live": 6.5},
     ),
-    "P/D, decode DEP8": (decode_rack(), 60.0, {"all": 288, "time_steps": 3.5, "plan_rank": 2.2, "_live": 5.6}),
+    "P/D, decode DEP8": (decode_rack(), 60.0, {"all": 275, "time_steps": 3.5, "plan_rank": 2.2, "_live": 5.6}),
 }
 """Deployment, requests/s, and the most calls per request. `_live`: times that an instance's process goes on."""
 
