@@ -35,12 +35,14 @@ def experts_touched(tokens: float, experts: int, top_k: int, sigma: float = 0.0)
 
 
 class _Replicas(NamedTuple):
-    """Replicas that EPLB gives each expert, coldest first: `number` (experts,), `most` of one. `minus_sure_from`
-    (experts,), rising: from that many tokens on the replicas of this expert and of all behind it have one each, to the
-    last bit."""
+    """Replicas that EPLB gives each expert, coldest first: `number` (experts,), `most` of one; `shares`, `others`
+    (experts,): the chance that a token chooses the expert, and that it does not. `minus_sure_from` (experts,), rising:
+    from that many tokens on the replicas of this expert and of all behind it have one each, to the last bit."""
 
     number: np.ndarray
     most: int
+    shares: np.ndarray
+    others: np.ndarray
     minus_sure_from: np.ndarray
 
 
@@ -50,7 +52,8 @@ def _replicas(experts: int, top_k: int, sigma: float, redundant: int) -> _Replic
     number = replicate(shares[None], experts + redundant)[2][0]
     with np.errstate(divide="ignore"):  # an expert that every token chooses
         until = np.maximum(1.0, np.log(_BELOW_ROUNDING) / np.log1p(-shares)) * number
-    return _Replicas(number.astype(float), int(number.max()), -np.maximum.accumulate(until[::-1])[::-1])
+    minus_sure_from = -np.maximum.accumulate(until[::-1])[::-1]
+    return _Replicas(number.astype(float), int(number.max()), shares, 1.0 - shares, minus_sure_from)
 
 
 @lru_cache(maxsize=65536)
@@ -59,16 +62,16 @@ def replicas_touched(tokens: float, experts: int, top_k: int, sigma: float, redu
     an equal share of its expert's tokens, and each is read."""
     if not redundant:
         return experts_touched(tokens, experts, top_k, sigma)
-    shares = _choice_shares(experts, top_k, sigma)
-    replicas, most, minus_sure_from = _replicas(experts, top_k, sigma, redundant)
+    replicas, most, shares, others, minus_sure_from = _replicas(experts, top_k, sigma, redundant)
     # Powers take most of the time, and ten times as long where they come near to 0, so only those that count are taken.
     unsure = int(minus_sure_from.searchsorted(-tokens))
     if not unsure:
         return float(experts + redundant)
-    shares, served = shares[:unsure], tokens / replicas[:unsure]
-    touched = 1.0 - (1.0 - shares) ** served
+    served = tokens / replicas[:unsure]
+    touched: np.ndarray = others[:unsure] ** served
+    np.subtract(1.0, touched, touched)
     if tokens < most:  # some replica serves less than one
-        touched = np.where(served < 1.0, shares * served, touched)
+        touched = np.where(served < 1.0, shares[:unsure] * served, touched)
     number = replicas.copy()
     number[:unsure] *= touched
     return float(np.add.reduce(number))
