@@ -131,8 +131,7 @@ class Instance:
 
     def give_back(self, seq: Sequence) -> None:
         """The KV of a prompt that the router counts no more may be evicted from now on."""
-        if self._is_idle or self._down:
-            self._book_idle()
+        self._settle()
         if self.ranks.release(seq):
             self._stir(seq.rank, self.env.now_ns)
 
@@ -140,8 +139,7 @@ class Instance:
         """A request is on its way here whose KV will be loaded. Does it come by itself?"""
         if self._present is not None:
             self._present[seq] = None
-        if self._is_idle or self._down:
-            self._book_idle()
+        self._settle()
         self.kv_loading += 1
         if not self.kv_loads.in_runs:
             return False
@@ -150,10 +148,9 @@ class Instance:
 
     def end_load(self, seq: Sequence) -> None:
         """KV that was loaded for a request has arrived, at its `ready_ns`."""
-        if self._present is not None and seq not in self._present:
-            return  # lost
-        if self._is_idle or self._down:
-            self._book_idle()
+        if self._is_lost(seq):
+            return
+        self._settle()
         self.kv_loading -= 1
         self.ranks.end_load(seq)
         self._stir(seq.rank, seq.ready_ns, kv_loaded=True)
@@ -162,8 +159,7 @@ class Instance:
         """The KV that `expect_load` was told of will not come."""
         if self._present is not None:
             del self._present[seq]
-        if self._is_idle or self._down:
-            self._book_idle()
+        self._settle()
         self.kv_loading -= 1
         if self.ranks.drop_load(seq):
             if self._is_idle:
@@ -191,8 +187,7 @@ class Instance:
 
     def lose(self) -> list[Sequence]:
         """All that is here is gone, and nothing runs until `recover`. The requests, in order of arrival."""
-        if self._is_idle or self._down:
-            self._book_idle()
+        self._settle()
         assert self._present is not None
         lost, self._present = list(self._present), {}
         old, ranks = self.ranks, self.ranks
@@ -229,8 +224,7 @@ class Instance:
 
     def stop_measuring(self) -> None:
         """Book the idle time that is still under way."""
-        if self._is_idle or self._down:
-            self._book_idle()
+        self._settle()
 
     # -- the process ---------------------------------------------------------------------------------------------
     def _live(self, ranks: Ranks) -> Sleeps:
@@ -396,8 +390,12 @@ class Instance:
             self._process.interrupt()
 
     # -- what a step did -----------------------------------------------------------------------------------------
+    def _settle(self) -> None:
+        """What it waits for is about to change: book the idle time up to now."""
+        if self._is_idle or self._down:
+            self._book_idle()
+
     def _book_idle(self) -> None:
-        """Book the time in which nothing ran up to now, before what it waits for changes."""
         waits = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
         cause = "failed" if self._down else waits
         self.time.book_idle(cause, self.env.now_ns - self._idle_since)
