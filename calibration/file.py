@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from rackplan.calibration.coefficients import Coefficients, EngineFix
 from rackplan.calibration.expert_parts import draft_part, part_balancedness, rearrange_ms, target_part
-from rackplan.calibration.physics import Coefficients, EngineFix, PhysicalCost
+from rackplan.calibration.physics import PhysicalCost
 from rackplan.engine import Deployment, InputError, Pool
 from rackplan.simulator.cost import STEADY, PlacedAt, TransferCost
 

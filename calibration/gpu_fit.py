@@ -11,9 +11,10 @@ from functools import cache
 import numpy as np
 
 from rackplan.calibration.batch import deployment_of, gpu_terms_ms
+from rackplan.calibration.coefficients import Coefficients
 from rackplan.calibration.file import FitError
 from rackplan.calibration.fit import Solution, Unknown, solve, summarise
-from rackplan.calibration.physics import Coefficients, PhysicalCost
+from rackplan.calibration.physics import PhysicalCost
 from rackplan.calibration.rows import Row
 from rackplan.engine import Deployment, Pool
 

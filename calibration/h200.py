@@ -25,13 +25,13 @@ from rackplan.calibration.campaign import (
     lone_prompt_ms,
     transfer,
 )
+from rackplan.calibration.coefficients import Coefficients
 from rackplan.calibration.figures import cpu_side
 from rackplan.calibration.file import CalibrationFile, MeasuredRange
 from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, summarise
 from rackplan.calibration.gpu_fit import GpuFit
 from rackplan.calibration.h200_launches import CAPTURED_TOKENS, host_launches, slowness
 from rackplan.calibration.h200_rows import DATA, FORWARD_FILES, PROFILES, profile_rows, served_rows
-from rackplan.calibration.physics import Coefficients
 from rackplan.calibration.profile_gpu import SHORT_CHUNK_TOKENS
 from rackplan.calibration.readers.bench_serve import read_bench_serve
 from rackplan.calibration.readers.profile_folder import ProfileRun, read_profile

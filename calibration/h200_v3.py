@@ -12,11 +12,12 @@ import numpy as np
 
 from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
 from rackplan.calibration.campaign import CAMPAIGN
+from rackplan.calibration.coefficients import Coefficients
 from rackplan.calibration.file import CalibrationFile, FitError, FittedCalibration, MeasuredRange, Transfer
 from rackplan.calibration.fit import Solution, Unknown, bootstrap_intervals, solve, summarise
 from rackplan.calibration.h200_rows import DATA
 from rackplan.calibration.library import calibration_file
-from rackplan.calibration.physics import Coefficients, PhysicalCost
+from rackplan.calibration.physics import PhysicalCost
 from rackplan.calibration.profile_terms import LAUNCHES
 from rackplan.calibration.readers.forward_csv import forward_rows
 from rackplan.calibration.rows import Row

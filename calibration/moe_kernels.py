@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rackplan.calibration.batch import deployment_of
-from rackplan.calibration.physics import Coefficients, PhysicalCost
+from rackplan.calibration.coefficients import Coefficients
+from rackplan.calibration.physics import PhysicalCost
 from rackplan.engine import GpuSpec, ModelSpec, gpu_spec, model_spec
 from rackplan.simulator.expert_load import expert_balancedness
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rackplan.calibration.batch import Batch
+from rackplan.calibration.coefficients import Coefficients
 from rackplan.calibration.file import CalibrationFile, MeasuredRange
 from rackplan.calibration.fit import Solution, bootstrap_intervals
 from rackplan.calibration.gpu_fit import PROFILE_FIXED, GpuFit
-from rackplan.calibration.physics import Coefficients
 from rackplan.calibration.profile_client import NO_TRANSFER, with_frontend, with_transfer
 from rackplan.calibration.profile_gpu import gpu_fit_of
 from rackplan.calibration.profile_terms import coefficients_of

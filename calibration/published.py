@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
+from rackplan.calibration.coefficients import Coefficients, EngineFix
 from rackplan.calibration.figures import cpu_side, fit_value
 from rackplan.calibration.file import CalibrationFile, FitError, FittedCalibration, MeasuredRange, Transfer
 from rackplan.calibration.fit import Solution, Unknown, curvature_intervals, solve, summarise
 from rackplan.calibration.library import calibration_file
 from rackplan.calibration.moe_kernels import kernel_ms, kernel_rows
-from rackplan.calibration.physics import Coefficients, EngineFix
 from rackplan.engine import gpu_spec
 from rackplan.simulator.expert_load import fit_skew
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from rackplan.calibration.batch import Batch, deployment_of, gpu_terms_ms
+from rackplan.calibration.coefficients import Coefficients
 from rackplan.calibration.figures import fit_value
 from rackplan.calibration.file import CalibrationFile, FitError, FittedCalibration, MeasuredRange
 from rackplan.calibration.fit import Solution, Unknown, solve
 from rackplan.calibration.library import calibration_file
-from rackplan.calibration.physics import Coefficients
 from rackplan.engine import gpu_spec
 
 MODEL, GPU = "deepseek-v3", "gb200"

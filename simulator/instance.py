@@ -262,8 +262,6 @@ class Instance:
             if self._frontend:
                 self._frontend.passing(run, batch.running)
             self._deliver(run.delivery_ns)
-            if kv_loads.begun:
-                kv_loads.start_begun(planned_ns)
             while (left_ns := run.end_ns - env.now_ns) > 0:
                 yield left_ns  # interrupted where the run is shorter by now
             if ranks is not self.ranks:
@@ -344,10 +342,7 @@ class Instance:
     def _begin_loads(self, planned_ns: int) -> None:
         for seq in self.ranks.begun_loads:
             if seq.kv_elsewhere:
-                if self.kv_loads.in_runs:
-                    self.kv_loads.begun.append(seq)
-                else:
-                    self.kv_loads.start(seq, self.env.now_ns, planned_ns)
+                self.kv_loads.start(seq, self.env.now_ns, planned_ns)
                 continue
             self.kv_loading += 1
             tier = self.ranks.queues[seq.rank].host
@@ -363,8 +358,6 @@ class Instance:
         self.ranks.begin_wave()
         self.kv_loads.foresee(None)
         self._is_idle = True
-        if self.kv_loads.begun:
-            self.kv_loads.start_begun(self.env.now_ns)
         yield None
         self._is_idle = False
         self._book_idle()

@@ -14,23 +14,16 @@ from rackplan.simulator.sequence import Sequence
 from rackplan.simulator.step_run import OneStep, StepRun
 
 
-def _request_id(seq: Sequence) -> int:
-    return seq.request.id
-
-
 class KvLoads:
-    """`start(seq, step_ns, planned_ns)`: a hand-over begins with the step that begins and was planned then;
-    `start_now((seq, planned_ns))`: with the one that has begun now, where nothing else comes at this time; `in_runs`:
-    that changes nothing of the instance's steps. All are set by who hands over. `unseen`: hand-overs that came during
+    """`start(seq, step_ns, planned_ns)`: a hand-over begins with the step that begins and was planned then; `in_runs`:
+    that changes nothing of the instance's steps. Both are set by who hands over. `unseen`: hand-overs that came during
     a single step; `coming`: those that come after what is under way, in order, with their places among what comes at
-    one time; `begun`: those that begin with the step that begins now."""
+    one time."""
 
-    __slots__ = ("_called", "_env", "_queue", "begun", "coming", "in_runs", "start", "start_now", "unseen")
+    __slots__ = ("_called", "_env", "_queue", "coming", "in_runs", "start", "unseen")
 
     def __init__(self, env: Clock, queue: Callable[[Sequence], None]) -> None:
         self.start: Callable[[Sequence, int, int], None]
-        self.start_now: Callable[[tuple[Sequence, int]], None]
-        self.begun: list[Sequence] = []
         self.in_runs = False
         self.unseen: deque[Sequence] = deque()
         self.coming: deque[tuple[Sequence, int]] = deque()
@@ -55,18 +48,6 @@ class KvLoads:
             else:
                 self._called += 1
                 self._env.at(seq.ready_ns, place, self._come, seq)
-
-    def start_begun(self, planned_ns: int) -> None:
-        """The step has begun, planned then: start what begins with it, in order of requests."""
-        env, begun = self._env, self.begun
-        if len(begun) > 1:
-            begun.sort(key=_request_id)
-        for seq in begun:
-            if env.next_ns > env.now_ns:
-                self.start_now((seq, planned_ns))
-            else:
-                self.start(seq, env.now_ns, planned_ns)
-        begun.clear()
 
     def _come(self, seq: Sequence) -> None:
         self._called -= 1

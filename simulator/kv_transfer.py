@@ -46,8 +46,7 @@ class KvTransfers:
         self._waits_steps = steps_waited(is_async) if cost.counts_steps else 0.0
         self._under_way: dict[Sequence, tuple[Sequence, Instance, Instance]] = {}
         for instance in decode.instances:
-            loads = instance.kv_loads
-            loads.start, loads.start_now, loads.in_runs = self._begin, self._start, not self._pulls
+            instance.kv_loads.start, instance.kv_loads.in_runs = self._begin, not self._pulls
         self.count = 0
         self.wait_ns = 0
         self.transfer_ns = 0

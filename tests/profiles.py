@@ -8,10 +8,10 @@ import numpy as np
 from test_model_folder import QWEN3_MOE
 
 from rackplan.calibration.batch import Batch, gpu_terms_ms
+from rackplan.calibration.coefficients import Coefficients
 from rackplan.calibration.file import FittedCalibration
 from rackplan.calibration.gpu_fit import GpuFit
 from rackplan.calibration.library import calibration_file
-from rackplan.calibration.physics import Coefficients
 from rackplan.engine import Deployment, parse_deployment
 from rackplan.engine.forward_table import COLUMNS
 from rackplan.simulator.arrivals import Row, TraceWorkload
