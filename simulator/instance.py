@@ -103,8 +103,7 @@ class Instance:
         if self._frontend:  # who called may have more for this instance: no turn after the first is foreseen yet
             self.env.after(self._frontend.turn_done_ns(self.env.now_ns), self._turn, (seq, TURNS - 1))
         else:
-            self.ranks.add(seq)
-            self._stir(seq.rank, seq.ready_ns)
+            self.submit(seq)
 
     def _turn(self, waiting: tuple[Sequence, int]) -> None:
         seq, turns = waiting
