@@ -25,7 +25,8 @@ class ServedRun:
     """One client run, requests that failed left out, in the order they were sent. Arrays are (requests,), times s.
 
     `token_s`: each request's token times; it, `ttft_s` and `end_s` are empty where the client kept none.
-    `cached_tokens`: None where the client did not say; `metrics`: by name, as in METRICS.
+    `cached_tokens`: None where the client did not say; `metrics`: by name, as in METRICS. `concurrency`: requests in
+    flight of a closed loop, None where requests were sent whatever the engine did.
     """
 
     start_s: np.ndarray
@@ -36,6 +37,7 @@ class ServedRun:
     cached_tokens: np.ndarray | None
     token_s: list[np.ndarray]
     metrics: Mapping[str, float]
+    concurrency: int | None = None
 
     @property
     def mean_context(self) -> int:

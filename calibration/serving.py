@@ -42,8 +42,8 @@ class ServedMetric:
     predicted: float
 
 
-def replay(run: ServedRun, deployment: Deployment, calibration: Calibration, seed: int = 0) -> SimResult:
-    """The run's requests at the times they were sent, cached prefixes as measured where they were."""
+def replay(run: ServedRun, deployment: Deployment, calibration: Calibration, load: Load, seed: int = 0) -> SimResult:
+    """The run's requests under a load, cached prefixes as measured where they were."""
     columns = (run.start_s, run.input_tokens, run.output_tokens)
     times, inputs, outputs = (c.tolist() for c in columns)
     cached = [None] * len(times) if run.cached_tokens is None else run.cached_tokens.tolist()
@@ -52,15 +52,18 @@ def replay(run: ServedRun, deployment: Deployment, calibration: Calibration, see
         for t, i, o, c in zip(times, inputs, outputs, cached, strict=True)
     )
     workload = TraceWorkload(name="served run", rows=rows)
-    return simulate(deployment, workload, Load(), calibration, RunOptions(duration_s=float("inf"), seed=seed))
+    return simulate(deployment, workload, load, calibration, RunOptions(duration_s=float("inf"), seed=seed))
 
 
 def predicted_metrics(run: ServedRun, deployment: Deployment, calibration: FittedCalibration) -> dict[str, float]:
     """By name, all of METRICS, of the run's replay: where launches are drawn, the mean of DRAWS replays.
 
+    A closed loop is replayed as one: the times at which its requests were sent say how fast the engine was. Others
+    are sent when they were.
     Raises InputError where the deployment is not the calibration's."""
     seeds = range(DRAWS if calibration.coefficients.launch_quantiles else 1)
-    runs = [metrics_of(replay(run, deployment, calibration, seed)) for seed in seeds]
+    load = Load(concurrency=run.concurrency)
+    runs = [metrics_of(replay(run, deployment, calibration, load, seed)) for seed in seeds]
     return {name: float(np.mean([of(m) for m in runs])) for name, of in _PREDICTED.items()}
 
 
@@ -77,8 +80,8 @@ def replay_served(run: ServedRun, deployment: Deployment, calibration: FittedCal
 
 
 def ttft_beyond_ms(run: ServedRun, deployment: Deployment, calibration: Calibration) -> np.ndarray:
-    """TTFT as measured less that of the replay, (requests,) ms."""
-    found = replay(run, deployment, calibration)
+    """TTFT as measured less that of requests sent at the same times, (requests,) ms."""
+    found = replay(run, deployment, calibration, Load())
     order = np.argsort(found.request_id)
     predicted_ms = (found.first_token_ns - found.arrival_ns)[order] / 1e6
     return run.ttft_s[found.request_id[order]] * 1e3 - predicted_ms

@@ -89,14 +89,15 @@ def bench(argv: list[str]) -> None:
     count, pace = number(argv, "--num-prompts"), 10.0 if "slow" in FAULTS else 1.0
     outputs = number(argv, "--random-output-len")
     rate = float(option(argv, "--request-rate") or "inf")
-    starts = [i / rate if rate != float("inf") else 0.0 for i in range(count)]
+    starts = [i / rate for i in range(count)]
     ttft, itl = 0.1 * pace, 0.01 * pace
     result = {
         "backend": "vllm",
         "num_prompts": count,
         "completed": count,
         "failed": 0,
-        "request_rate": rate,
+        "request_rate": "inf" if rate == float("inf") else rate,
+        "max_concurrency": number(argv, "--max-concurrency", 0) or None,
         "duration": starts[-1] + ttft + outputs * itl,
         "input_lens": [number(argv, "--random-input-len")] * count,
         "output_lens": [outputs] * count,

@@ -246,3 +246,24 @@ def test_a_serving_result_of_ones_own_is_compared_metric_by_metric(tmp_path: Pat
     path.write_text('{"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [1]}\n')
     with pytest.raises(InputError, match="mine.json: start_times is missing; run `vllm bench serve`"):
         validate_against("h200-v2-lite", [path], deployment)
+
+
+@pytest.mark.parametrize(
+    ("rate", "clients", "closed"),
+    [("inf", 4, True), ("inf", 12, False), (5.0, 4, False)],
+    ids=["loop", "burst", "rate"],
+)
+def test_a_closed_loop_is_replayed_as_one_whatever_the_speed_it_was_served_at(tmp_path, rate, clients, closed) -> None:
+    """Requests of an engine that is slow are sent late: replayed at those times its throughput would look right."""
+
+    def throughput(gap_s: float) -> float:
+        sent = {"start_times": [gap_s * (i // 4) for i in range(12)], "request_rate": rate, "max_concurrency": clients}
+        lengths = {"input_lens": [512] * 12, "output_lens": [64] * 12}
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps({**sent, **lengths, "output_throughput": 100.0}))
+        found = replay_served(read_bench_serve(path), h200.served_deployment(), load_calibration("h200-v2-lite"))
+        return {m.name: m.predicted for m in found}["output throughput"]
+
+    slow, slower = throughput(1.0), throughput(10.0)
+    assert slower == (slow if closed else pytest.approx(12 * 64 / 20, rel=0.1))
+    assert slow > 12 * 64 / 3

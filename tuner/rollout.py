@@ -1,7 +1,7 @@
 """Does a deployment that runs do what was predicted? A canary load, replayed in the simulator, metric by metric.
 
-The replay takes the arrivals and lengths that the client recorded, so both met the same load, and what differs is the
-engine's or the calibration's.
+The replay takes the lengths that the client recorded, and of an open loop the arrivals, so both met the same load, and
+what differs is the engine's or the calibration's.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from rackplan.simulator.lengths import LengthsWorkload
 from rackplan.simulator.workloads import parse_workload
 
 WARM_PROMPTS = 8
-"""Requests before the canary: the first of an engine compile and allocate, and are nobody's measure."""
+"""Requests before the canary, at least: the first of an engine compile and allocate, and are nobody's measure. A closed
+loop warms with all its requests at once, since the largest step is what allocates."""
 JUDGED = ("output throughput", "mean TPOT", "median TTFT")
 """Metrics that decide; the others are shown. Tails of a short canary say little."""
 
@@ -90,8 +91,9 @@ def verify_with(canary: Canary | None, calibration: FittedCalibration | None, re
         if canary is None:
             return Verdict(keep=True)
         path = Path(record.folder) / "serve_canary.json"
-        report(f"canary load: {WARM_PROMPTS} requests to warm up, {canary.prompts} to measure")
-        for name, seed, prompts in (("warm", 1, WARM_PROMPTS), ("canary", 2, canary.prompts)):
+        warm = max(WARM_PROMPTS, min(canary.concurrency or 0, canary.prompts))
+        report(f"canary load: {warm} requests to warm up, {canary.prompts} to measure")
+        for name, seed, prompts in (("warm", 1, warm), ("canary", 2, canary.prompts)):
             load = canary.load(name, seed, prompts)
             measured = run_bench(
                 load,
