@@ -9,8 +9,10 @@ from simpy.events import NORMAL, URGENT
 
 LAST = NORMAL + 1
 """First of the priorities of what comes after all else at its time, the lowest of them first."""
-FAR_NS = 1_000_000_000
-"""Calls that come later than this wait apart, so that what comes soon is found among few."""
+STRETCH_BITS = 27
+FAR_NS = 1 << STRETCH_BITS
+"""Calls that come later than this wait apart, by the stretch of so long (134 ms) that they come in, and are put in
+order when it begins: what comes soon is found among few."""
 NEVER = 2**62
 """A time, ns, that no run comes to."""
 
@@ -25,20 +27,42 @@ class Clock(simpy.Environment):
 
     def __init__(self) -> None:
         super().__init__()
-        self._far: list[Any] = []
+        self._far: dict[int, list[Any]] = {}  # by the number of their stretch
+        self._stretches: list[int] = []  # a heap of these numbers
+        self._begun: list[Any] = []  # what is left of the stretch that has begun, the next one last
+        self._far_ns = NEVER  # nothing of all these comes before this
         self.now_ns = 0  # a plain attribute: SimPy's `now` is a property, and time is asked for all the time
 
     @property
+    def now(self) -> int:
+        return self.now_ns
+
+    def schedule(self, event: Any, priority: Any = NORMAL, delay: Any = 0) -> None:
+        """Have one of SimPy's events come in `delay` ns."""
+        self._now = self.now_ns
+        super().schedule(event, priority, delay)
+
+    @property
     def next_ns(self) -> int:
-        """When what is in the queue comes next; NEVER if nothing is."""
+        """Nothing comes before this; NEVER if nothing is to come."""
         queue: list[Any] = self._queue
-        soon_ns = queue[0][0] if queue else NEVER
-        return self._far[0][0] if self._far and self._far[0][0] < soon_ns else soon_ns
+        return queue[0][0] if queue and queue[0][0] < self._far_ns else self._far_ns
 
     def after(self, delay_ns: int, call: Callable[[Any], None], value: Any, priority: int = NORMAL) -> None:
         """Call `call(value)` when `delay_ns` have passed: a timeout without what SimPy needs of one."""
-        queue: list[Any] = self._queue if delay_ns <= FAR_NS else self._far
-        heappush(queue, (self.now_ns + delay_ns, priority, next(self._eid), call, value))
+        time_ns = self.now_ns + delay_ns
+        entry: Any = (time_ns, priority, next(self._eid), call, value)
+        if delay_ns <= FAR_NS:
+            heappush(self._queue, entry)
+            return
+        stretch = time_ns >> STRETCH_BITS
+        waiting = self._far.get(stretch)
+        if waiting is None:
+            self._far[stretch] = [entry]
+            heappush(self._stretches, stretch)
+            self._far_ns = min(self._far_ns, stretch << STRETCH_BITS)
+        else:
+            waiting.append(entry)
 
     def next_place(self) -> int:
         """A place, among what comes at one time, behind all that was scheduled before; for `at`."""
@@ -51,11 +75,12 @@ class Clock(simpy.Environment):
     def step(self) -> None:
         """Make the calls that come next, then process one event."""
         queue: list[Any] = self._queue
-        far = self._far
-        while queue or far:
-            if far and (not queue or far[0][0] <= queue[0][0]):
-                heappush(queue, heappop(far))
-                continue
+        while True:  # Python 3.11 specializes no loop that is entered once and tests a condition
+            if not queue or queue[0][0] >= self._far_ns:
+                if self._fetch():
+                    continue
+                if not queue:
+                    break
             entry = heappop(queue)
             try:
                 self.now_ns, _, _, call, value = entry
@@ -63,9 +88,21 @@ class Clock(simpy.Environment):
                 self.now_ns = entry[0]
                 heappush(queue, entry)
                 break
-            self._now = self.now_ns
             call(value)
         super().step()
+
+    def _fetch(self) -> bool:
+        """Put what comes next of what was far off among what comes soon. False if nothing is."""
+        begun, stretches = self._begun, self._stretches
+        if begun:
+            heappush(self._queue, begun.pop())
+        elif stretches:
+            # From here on time is in this stretch or behind it, so that no call for it comes any more.
+            begun = self._begun = sorted(self._far.pop(heappop(stretches)), reverse=True)
+        else:
+            return False
+        self._far_ns = begun[-1][0] if begun else stretches[0] << STRETCH_BITS if stretches else NEVER
+        return True
 
 
 class Process:

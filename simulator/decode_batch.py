@@ -42,7 +42,7 @@ class DecodeBatch:
         self.held = [0.0] * n
         self._base, self._base_vector = _cells(n)
         self._step_cell = np.zeros(())
-        self._ranks, self._kv_tokens, self.acceptance = ranks, kv_tokens, acceptance
+        self._ranks, self._kv_tokens, self.acceptance = ranks, float(kv_tokens), acceptance
         self._ends: dict[int, list[Sequence]] = {}  # by their last step, in order of start
         self._end_steps: list[int] = []  # a heap
         self._started = 0
@@ -65,6 +65,19 @@ class DecodeBatch:
         self.held[r] += tokens
         if self.growth[r]:
             self._bound_room(r)
+
+    def hold_if_room(self, r: int, tokens: int, step: int) -> bool:
+        """As `hold`, if all of rank `r` has room in the step that follows `step` steps; else False."""
+        growth = self.growth[r]
+        room = self._kv_tokens - self.held[r] - self._base[r] - growth * step - tokens  # as `room`, without its call
+        if room < 0:
+            return False
+        self.held[r] += tokens
+        if growth:
+            until = step + int((room - SPARE_TOKENS) / growth)
+            if until < self.roomy_until:
+                self.roomy_until = until
+        return True
 
     def start(self, seq: Sequence, tokens: int, context: float) -> None:
         """`seq`, which has entered, decodes `tokens` further tokens from the next step on, from a context of `context`.

@@ -45,6 +45,43 @@ class Instance:
     Ranks.
     """
 
+    # Python 3.11 finds attributes of a class with more than 30 the slow way, where they are not named here.
+    __slots__ = (
+        "_after_ms",
+        "_async_scheduling",
+        "_batch",
+        "_cause",
+        "_dep",
+        "_down",
+        "_extra_host_ms",
+        "_frontend",
+        "_idle_since",
+        "_is_idle",
+        "_is_still",
+        "_lead_ms",
+        "_own_worker",
+        "_prefills",
+        "_present",
+        "_process",
+        "_run",
+        "_seen_ms",
+        "_step_since",
+        "_sync_ms",
+        "_under_way",
+        "env",
+        "eplb",
+        "kv_loading",
+        "kv_loads",
+        "links_free_ns",
+        "model",
+        "on_finished",
+        "on_prefilled",
+        "pool",
+        "ranks",
+        "time",
+        "token_gaps",
+    )
+
     def __init__(
         self,
         env: Clock,
@@ -73,7 +110,7 @@ class Instance:
         self._sync_ms = model.cost.dp_sync_ms()
         self._async_scheduling = model.pool.async_scheduling
         self._own_worker = model.pool.gpus_per_instance > 1
-        self._is_idle = False
+        self._is_idle = self._is_still = False  # still: idle or down
         self._extra_host_ms = self._after_ms = 0.0
         self._under_way: OneStep | StepRun | None = None
         self._present: dict[Sequence, None] | None = None  # requests here, where it may be lost
@@ -107,7 +144,7 @@ class Instance:
 
     def _turn(self, waiting: tuple[Sequence, int]) -> None:
         seq, turns = waiting
-        if self._is_lost(seq):
+        if self._present is not None and seq not in self._present:
             return
         env = self.env
         now = env.now_ns
@@ -130,7 +167,8 @@ class Instance:
 
     def give_back(self, seq: Sequence) -> None:
         """The KV of a prompt that the router counts no more may be evicted from now on."""
-        self._settle()
+        if self._is_still:
+            self._book_idle()
         if self.ranks.release(seq):
             self._stir(seq.rank, self.env.now_ns)
 
@@ -138,7 +176,8 @@ class Instance:
         """A request is on its way here whose KV will be loaded. Does it come by itself?"""
         if self._present is not None:
             self._present[seq] = None
-        self._settle()
+        if self._is_still:
+            self._book_idle()
         self.kv_loading += 1
         if not self.kv_loads.in_runs:
             return False
@@ -147,9 +186,10 @@ class Instance:
 
     def end_load(self, seq: Sequence) -> None:
         """KV that was loaded for a request has arrived, at its `ready_ns`."""
-        if self._is_lost(seq):
+        if self._present is not None and seq not in self._present:
             return
-        self._settle()
+        if self._is_still:
+            self._book_idle()
         self.kv_loading -= 1
         self.ranks.end_load(seq)
         self._stir(seq.rank, seq.ready_ns, kv_loaded=True)
@@ -158,7 +198,8 @@ class Instance:
         """The KV that `expect_load` was told of will not come."""
         if self._present is not None:
             del self._present[seq]
-        self._settle()
+        if self._is_still:
+            self._book_idle()
         self.kv_loading -= 1
         if self.ranks.drop_load(seq):
             if self._is_idle:
@@ -186,7 +227,8 @@ class Instance:
 
     def lose(self) -> list[Sequence]:
         """All that is here is gone, and nothing runs until `recover`. The requests, in order of arrival."""
-        self._settle()
+        if self._is_still:
+            self._book_idle()
         assert self._present is not None
         lost, self._present = list(self._present), {}
         old, ranks = self.ranks, self.ranks
@@ -201,17 +243,15 @@ class Instance:
         self._batch, self._run, self._is_idle = ranks.batch, None, False
         self._lead_ms = self._seen_ms = self._extra_host_ms = self._after_ms = 0.0
         self._under_way, self.kv_loading, self.eplb = None, 0, self._new_eplb()
-        self._down, self._idle_since = True, self.env.now_ns
+        self._down = self._is_still = True
+        self._idle_since = self.env.now_ns
         return lost
 
     def recover(self) -> None:
         """It is up again, with nothing in it."""
         self._book_idle()
-        self._down = False
+        self._down = self._is_still = False
         self._process = Process(self.env, self._live(self.ranks))
-
-    def _is_lost(self, seq: Sequence) -> bool:
-        return self._present is not None and seq not in self._present
 
     def start_measuring(self) -> None:
         """Forget what was booked so far (the warm-up)."""
@@ -223,7 +263,8 @@ class Instance:
 
     def stop_measuring(self) -> None:
         """Book the idle time that is still under way."""
-        self._settle()
+        if self._is_still:
+            self._book_idle()
 
     # -- the process ---------------------------------------------------------------------------------------------
     def _live(self, ranks: Ranks) -> Sleeps:
@@ -308,19 +349,19 @@ class Instance:
 
     def _deliver(self, delay_ns: int) -> None:
         """Hand on what the last step made: with async scheduling the host looks at it once the next is launched."""
-        if not self.ranks.outputs:
+        ranks = self.ranks
+        if not (ranks.started or ranks.ended):
             return
-        outputs, self.ranks.outputs = self.ranks.outputs, []
         if self._frontend:
             delay_ns += self._frontend.work_ns(max(1, self._batch.running))
-        ends: list[Sequence] = []
-        first_token_ns = self.env.now_ns + delay_ns
-        for seq, has_ended in outputs:
-            if seq.first_token_ns < 0 and not self._prefills:
-                seq.first_token_ns = first_token_ns
-            if has_ended:
-                ends.append(seq)
-        if ends:
+        if ranks.started:
+            first_token_ns = self.env.now_ns + delay_ns
+            for seq in ranks.started:
+                if seq.first_token_ns < 0:
+                    seq.first_token_ns = first_token_ns
+            ranks.started.clear()
+        if ranks.ended:
+            ends, ranks.ended = ranks.ended, []
             if delay_ns:
                 self.env.after(delay_ns, self._hand_on, ends)
             else:
@@ -333,7 +374,6 @@ class Instance:
                     continue
                 del self._present[seq]
             if self._prefills:
-                seq.prefill_done_ns = self.env.now_ns
                 self.on_prefilled(seq, self)  # its KV stays held until `release`
             else:
                 self.on_finished(seq, self)
@@ -356,9 +396,9 @@ class Instance:
         self._extra_host_ms = self._after_ms = 0.0
         self.ranks.begin_wave()
         self.kv_loads.foresee(None)
-        self._is_idle = True
+        self._is_idle = self._is_still = True
         yield None
-        self._is_idle = False
+        self._is_idle = self._is_still = False
         self._book_idle()
 
     def _stir(self, rank: int, since_ns: int, *, kv_loaded: bool = False) -> None:
@@ -382,12 +422,8 @@ class Instance:
             self._process.interrupt()
 
     # -- what a step did -----------------------------------------------------------------------------------------
-    def _settle(self) -> None:
-        """What it waits for is about to change: book the idle time up to now."""
-        if self._is_idle or self._down:
-            self._book_idle()
-
     def _book_idle(self) -> None:
+        """Book the idle time up to now: what the instance waits for is about to change."""
         waits = "transfer_wait" if self.kv_loading else "kv_full" if self.ranks.blocked else "idle"
         cause = "failed" if self._down else waits
         self.time.book_idle(cause, self.env.now_ns - self._idle_since)
@@ -405,7 +441,7 @@ class Instance:
         batch = self._batch
         self.time.book_steps(run.sums(), batch.idle_ranks / self._dep, self._cause)
         sequences = batch.running
-        for plan in plans.values():
-            sequences -= len(plan.loads)
+        for _, _, loads in plans.values():
+            sequences -= len(loads)
         if sequences:
             self.token_gaps.add(run.walls_ns, sequences)

@@ -56,7 +56,7 @@ class KvTransfers:
         instance, rank, load_tokens = self.decode.choose(seq.request)
         target = Sequence(seq.request, rank, self.env.now_ns + self._setup_ns, seq.prompt_tokens, load_tokens)
         target.cached_tokens, target.scheduled_ns = seq.cached_tokens, seq.scheduled_ns
-        target.prefill_done_ns, target.kv_elsewhere = seq.prefill_done_ns, True
+        target.kv_elsewhere = True
         self._under_way[target] = seq, source, instance
         if not instance.expect_load(target):
             self.env.after(self._setup_ns, self._queue, target)

@@ -31,6 +31,7 @@ class LossyTransfers(KvTransfers):
             instance.kv_loads.in_runs = False  # a loss may end a run before the step that a load would begin with
 
     def hand_over(self, seq: Sequence, source: Instance) -> None:
+        seq.prefill_done_ns = self.env.now_ns
         if self.decode.all_down:
             self._keep_for_lease(seq, source, 0.0)
             self.on_lost(seq)

@@ -45,7 +45,7 @@ class PoolOfInstances:
         """(instance, rank, tokens that it is counted with there from now on) for `request`."""
         place = self._place_up(request) if self.down else self.router.choose(request, self.loads)
         tokens = request.input_tokens
-        if request.session >= 0 and self._computes_prompts:
+        if self._computes_prompts and request.session >= 0:
             home, session, like = self._home, request.session, request.prefix_session
             if home.get(session) == place or (like >= 0 and home.get(like) == place):
                 tokens -= request.reuse_tokens

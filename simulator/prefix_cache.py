@@ -59,7 +59,8 @@ class _Stretch:
     __slots__ = ("children", "end", "into", "is_open", "newer", "older", "parent", "refs", "sessions", "start")
 
     def __init__(self, parent: "_Stretch | None", start: int, end: int, refs: int) -> None:
-        self.parent, self.start, self.end, self.refs = parent, start, end, refs
+        self.parent, self.refs = parent, refs  # of more than three at once Python would make a tuple
+        self.start, self.end = start, end
         self.children = self.sessions = 0
         self.is_open = False
         self.into: _Stretch | None = None
@@ -118,7 +119,7 @@ class SessionCache:
         self._matched = None
         shared = _held_tokens(found, cached_tokens)
         node = self._cut(found, cached_tokens)
-        own = self._own[request] = _Stretch(node, cached_tokens, cached_tokens, refs=1)
+        own = self._own[request] = _Stretch(node, cached_tokens, cached_tokens, 1)
         own.is_open = True
         node.children += 1
         self._hold(node)

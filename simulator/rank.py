@@ -37,16 +37,6 @@ class Rank:
         self.admitted = 0
         self.is_saturated = False
 
-    def has_work(self, visible_before_ns: int) -> bool:
-        """Is there a prompt in prefill, or a request that came before?"""
-        waiting = self.waiting
-        if self.partial or (waiting and waiting[0].ready_ns < visible_before_ns):
-            return True
-        for seq in self.holding:  # noqa: SIM110 - `any` costs more than what it goes through
-            if not seq.is_loading and seq.ready_ns < visible_before_ns:
-                return True
-        return False
-
     def has_waiting(self, visible_before_ns: int) -> bool:
         """Is there a request without KV that came before?"""
         waiting = self.waiting
@@ -58,14 +48,18 @@ class Rank:
 
     def has_kv_in_line(self) -> bool:
         """Is there a request that is to start with KV that it holds?"""
-        for seq in self.holding:  # noqa: SIM110 - as above
+        for seq in self.holding:  # noqa: SIM110 - `any` costs more than what it goes through
             if not seq.is_loading:
                 return True
         return False
 
     def resumable(self, visible_before_ns: int) -> list[Sequence]:
         """Those of `holding` whose load has ended."""
-        return [seq for seq in self.holding if not seq.is_loading and seq.ready_ns < visible_before_ns]
+        resumable = []
+        for seq in self.holding:  # a comprehension costs more than what it goes through
+            if not seq.is_loading and seq.ready_ns < visible_before_ns:
+                resumable.append(seq)
+        return resumable
 
     def reserved_tokens(self, chunks: list[Chunk]) -> int:
         """KV that prompts in prefill and `holding` still need, once `chunks` are computed."""

@@ -13,8 +13,9 @@ from rackplan.simulator.step import MOST_STEPS
 
 class Ranks:
     """`batch`: the running requests; `load`, `load_tokens` (ranks,): requests on each rank and their tokens, for the
-    router. `outputs`: what the last step made, first tokens and ends (True). `blocked`: by rank, what held its requests
-    back in the last plan. `begun_loads`: requests whose load is to begin.
+    router. `started`, `ended`: requests of which the last step made the first token here, and the last one; of a
+    prefill pool, those whose prompt it ended. `blocked`: by rank, what held its requests back in the last plan.
+    `begun_loads`: requests whose load is to begin.
     """
 
     def __init__(self, model: InstanceModel, load: memoryview, load_tokens: memoryview) -> None:
@@ -23,7 +24,8 @@ class Ranks:
         self.queues = [Rank(model.make_cache(), model.make_host_tier()) for _ in range(model.pool.dep)]
         self.begun_loads: list[Sequence] = []
         self.batch = DecodeBatch(self.queues, model.kv_tokens, model.acceptance)
-        self.outputs: list[tuple[Sequence, bool]] = []
+        self.started: list[Sequence] = []
+        self.ended: list[Sequence] = []
         self.blocked: dict[int, str] = {}
         self.most_admitted = self.preemptions = 0
         self._busy: set[int] = set()  # ranks with waiting or partly prefilled requests
@@ -85,11 +87,10 @@ class Ranks:
         most = len(rank.decoding) + len(rank.holding)
         if most >= caps.max_num_seqs or most * caps.width >= caps.max_num_batched_tokens:
             return False
-        if tokens > batch.room(r, batch.step + steps):
+        if not batch.hold_if_room(r, tokens, batch.step + steps):
             return False
         seq.loaded_tokens, seq.is_loading = tokens, True
         rank.holding.append(seq)
-        batch.hold(r, tokens)
         if rank.cache.tokens:
             self._make_room(r, batch.step)
         return True
@@ -117,25 +118,28 @@ class Ranks:
         given = Given(self._caps, now_ns, visible_before_ns)
         for r in sorted(self._busy):
             rank = self.queues[r]
-            if not rank.has_work(visible_before_ns):
+            resumed = rank.resumable(visible_before_ns) if rank.holding else []
+            if not (resumed or rank.partial or rank.has_waiting(visible_before_ns)):
                 continue
             defers = between and not rank.is_saturated and bool(rank.decoding)
             chunks = self._running_chunks(r, visible_before_ns) if rank.partial and not defers else []
             for seq, new in chunks:
                 rank.cache.grow(seq.request, seq.computed_tokens + new)
+            started: list[Sequence]
+            loads: list[Sequence]
             if self._preempted and r in self._preempted:
-                plan = RankPlan([], chunks, [], None)
+                started, loads, blocked_by = [], [], None
             else:
                 # What has its KV takes no more, so only the others and what may be evicted are asked for.
                 asks = rank.waiting or (rank.holding and (rank.host or rank.cache.tokens))
                 room = self._room_to_admit(r, chunks) if asks else 0.0
-                plan = plan_rank(rank, chunks, given, room, defers)
+                started, loads, blocked_by = plan_rank(rank, chunks, resumed, given, room, defers)
                 if rank.begun:
                     self._hold_loads(r)
-            if plan.blocked_by:
-                blocked[r] = plan.blocked_by
-            if plan.chunks or plan.loads:
-                plans[r] = plan
+            if blocked_by:
+                blocked[r] = blocked_by
+            if chunks or loads:
+                plans[r] = plan = started, chunks, loads
                 self._admit(r, plan)
         self._preempted.clear()
         return plans
@@ -175,21 +179,22 @@ class Ranks:
 
     def _admit(self, r: int, plan: RankPlan) -> None:
         batch, rank = self.batch, self.queues[r]
-        if admitted := len(plan.started) + len(plan.loads):
+        started, chunks, loads = plan
+        if admitted := len(started) + len(loads):
             batch.enter(r, admitted)
             if admitted > self.most_admitted:
                 self.most_admitted = admitted
-        if plan.chunks:
-            tokens = chunk_tokens(plan.chunks)
-            for seq in plan.started:
+        if chunks:
+            tokens = chunk_tokens(chunks)
+            for seq in started:
                 tokens += seq.computed_tokens - seq.shared_tokens
             batch.hold(r, tokens)
-        for seq in plan.loads:
+        for seq in loads:
             batch.held[r] -= seq.prompt_tokens
             batch.start(seq, seq.request.output_tokens, seq.prompt_tokens)
         if rank.cache.tokens:
             self._make_room(r, batch.step)
-        if rank.only_decodes():
+        if not rank.partial and rank.only_decodes():
             self._busy.discard(r)
 
     def steps_ahead(self) -> int:
@@ -243,13 +248,14 @@ class Ranks:
         """`steps` have passed, of which the first ran `plans`."""
         batch = self.batch
         batch.step += steps
-        for plan in plans.values():
-            for seq, new in plan.chunks:
-                seq.computed_tokens += new
-                if seq.computed_tokens >= seq.prompt_tokens:
+        for _, chunks, loads in plans.values():
+            for seq, new in chunks:
+                computed = seq.computed_tokens + new
+                seq.computed_tokens = computed
+                if computed >= seq.prompt_tokens:
                     self._prefilled(seq)
-            for seq in plan.loads:
-                self.outputs.append((seq, False))
+            if loads:
+                self.started += loads
         for seq in batch.pop_ended():
             if self.queues[seq.rank].cache.tokens:  # what grew took its room, before this end gives any back
                 self._make_room(seq.rank, batch.step - 1)
@@ -265,10 +271,10 @@ class Ranks:
             self._busy.discard(r)
         if self._prefills:
             batch.leave(r)
-            self.outputs.append((seq, True))
+            self.ended.append(seq)
             return
         batch.held[r] -= seq.prompt_tokens
-        self.outputs.append((seq, False))
+        self.started.append(seq)
         left = seq.request.output_tokens - seq.generated_tokens - 1
         if left > 0:
             batch.start(seq, left, seq.prompt_tokens + 1)
@@ -279,7 +285,7 @@ class Ranks:
     def _end(self, seq: Sequence, tokens: int) -> None:
         self.leave(seq)
         self._leave_cached(seq, tokens)
-        self.outputs.append((seq, True))
+        self.ended.append(seq)
 
     def leave(self, seq: Sequence) -> None:
         """The router counts `seq` no more."""

@@ -36,16 +36,9 @@ class Caps:
         self.width, self.replay_tokens = width, replay_tokens
 
 
-class RankPlan:
-    """One rank's next step: prefill chunks (`started`: those that are a request's first), loaded requests that start to
-    decode, and what held the others back."""
-
-    __slots__ = ("blocked_by", "chunks", "loads", "started")
-
-    def __init__(
-        self, started: list[Sequence], chunks: list[Chunk], loads: list[Sequence], blocked_by: str | None
-    ) -> None:
-        self.started, self.chunks, self.loads, self.blocked_by = started, chunks, loads, blocked_by
+RankPlan = tuple[list[Sequence], list[Chunk], list[Sequence]]
+"""One rank's next step: requests that start their prefill, prefill chunks (theirs too), and loaded requests that start
+to decode. A tuple: one is made of each rank and step."""
 
 
 class Given:
@@ -69,12 +62,16 @@ def running_chunks(rank: Rank, caps: Caps, visible_before_ns: int) -> list[Chunk
     return chunks
 
 
-def plan_rank(rank: Rank, chunks: list[Chunk], given: Given, room_tokens: float, defers: bool) -> RankPlan:
+def plan_rank(
+    rank: Rank, chunks: list[Chunk], resumed: list[Sequence], given: Given, room_tokens: float, defers: bool
+) -> tuple[list[Sequence], list[Sequence], str | None]:
     """Decide what joins one rank's next step, beside the `chunks` of its prompts in prefill, and move it out of the
-    rank's queues.
+    rank's queues: (what starts its prefill, whose first chunks are appended, loads that start to decode, what held the
+    others back).
 
-    `room_tokens`: KV that no running request holds or will need in this step, to which the prefix cache gives way;
-    `defers`: the step computes the last token of a prompt at most (`prefill_schedule_interval`).
+    `resumed`: those whose load has ended; `room_tokens`: KV that no running request holds or will need in this step, to
+    which the prefix cache gives way; `defers`: the step computes the last token of a prompt at most
+    (`prefill_schedule_interval`).
     """
     caps, decoding = given.caps, len(rank.decoding)
     budget = caps.max_num_batched_tokens - decoding * caps.width
@@ -84,7 +81,6 @@ def plan_rank(rank: Rank, chunks: list[Chunk], given: Given, room_tokens: float,
     loads: list[Sequence] = []
     started: list[Sequence] = []
     blocked_by = why = None
-    resumed = rank.resumable(given.visible_before_ns) if rank.holding else []
     if resumed:  # what holds KV already drains first
         loads, blocked_by = _take_loaded(rank, resumed, given, seats, budget)
         budget -= len(loads) * caps.width
@@ -94,10 +90,10 @@ def plan_rank(rank: Rank, chunks: list[Chunk], given: Given, room_tokens: float,
         started, why = _take_waiting(rank, resumed, chunks, given, seats, budget, room_tokens, defers)
         blocked_by = why or blocked_by
     if defers:
-        return RankPlan(started, chunks, loads, None)  # what is held back is asked again in the next step
+        return started, loads, None  # what is held back is asked again in the next step
     # As in vLLM, what holds KV is not among those that were left waiting.
     rank.is_saturated = why is not None and rank.has_waiting(given.visible_before_ns)
-    return RankPlan(started, chunks, loads, blocked_by)
+    return started, loads, blocked_by
 
 
 def _take_loaded(

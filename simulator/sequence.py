@@ -13,8 +13,18 @@ class Sequence:
 
     It decodes from `start_step` on, with a context of `start_context` there and `growth` tokens a step, until
     `finish_step`; `done_tokens`: decoded since it began to, before `start_step`; `start_place`: in its instance's order
-    of starts. A plain class: two are made of each request, and a dataclass's many arguments cost more than its fields.
+    of starts. These and `place` have no value before they are known, `prefill_done_ns` where no instance may be lost.
+    A plain class: two are made of each request, and a dataclass's many arguments cost more than its fields.
     """
+
+    place: int
+    start_step: int
+    start_context: float
+    growth: float
+    finish_step: int
+    done_tokens: float
+    start_place: int
+    prefill_done_ns: int
 
     __slots__ = (
         "cached_tokens",
@@ -53,7 +63,4 @@ class Sequence:
         self.computed_tokens = self.cached_tokens = self.shared_tokens = 0
         self.loaded_tokens = self.generated_tokens = self.preemptions = 0
         self.kv_elsewhere = self.is_loading = False
-        self.finish_step = self.place = -1
-        self.start_step = self.start_place = 0
-        self.start_context = self.done_tokens = self.growth = 0.0
-        self.first_token_ns = self.scheduled_ns = self.prefill_done_ns = -1
+        self.first_token_ns = self.scheduled_ns = -1

@@ -19,7 +19,7 @@ from rackplan.simulator.eplb_run import eplb_of, served_by
 from rackplan.simulator.failures import check_failures
 from rackplan.simulator.faults import Faults
 from rackplan.simulator.frontend import TURNS
-from rackplan.simulator.garbage import rare_collections
+from rackplan.simulator.garbage import no_collections
 from rackplan.simulator.instance import Instance, TokenGaps
 from rackplan.simulator.instance_model import InstanceModel
 from rackplan.simulator.kv_transfer import KvTransfers
@@ -87,7 +87,7 @@ def simulate(
 ) -> SimResult:
     """Simulate. Raises InfeasibleError when a pool does not fit its GPUs, InputError when nothing arrives."""
     memory = check_memory(deployment)
-    with rare_collections():
+    with no_collections():
         return _Run(deployment, memory, workload, load, calibration, options).run()
 
 

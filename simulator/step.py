@@ -195,13 +195,13 @@ def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tu
     if n > FEW_RANKS:
         prefill: Any = np.zeros((3, n)) if load.prefills else (0.0, 0.0, 0.0)
         for r, own in load.prefills.items():
-            prefill[:, r] = own.tokens, own.pairs, own.context
+            prefill[:, r] = own
         times = attention_ms(*prefill, batch.request_vector, batch.contexts())
         return times.item(times.argmax()), float(np.add.reduce(times)) / n  # several times as fast as its maximum
     each = [0.0] * n
     if not batch.running:
         for r, own in load.prefills.items():
-            each[r] = attention_ms(own.tokens, own.pairs, own.context, 0.0, 0.0)
+            each[r] = attention_ms(*own, 0.0, 0.0)
     else:
         for r in range(n):
             if batch.occupants[r]:
@@ -210,8 +210,7 @@ def _attention_of_step(cost: PoolCost, load: StepLoad, batch: DecodeBatch) -> tu
 
 
 def _attention_of_rank(attention_ms: Callable[..., float], load: StepLoad, batch: DecodeBatch, r: int) -> float:
-    own = load.prefills.get(r, NO_PREFILL)
-    return attention_ms(own.tokens, own.pairs, own.context, batch.requests[r], batch.context(r))
+    return attention_ms(*load.prefills.get(r, NO_PREFILL), batch.requests[r], batch.context(r))
 
 
 def _sum_of_few(each: list[float]) -> float:

@@ -7,17 +7,9 @@ from rackplan.simulator.decode_batch import DecodeBatch
 from rackplan.simulator.rank import Chunk
 from rackplan.simulator.scheduler import RankPlan
 
-
-class Prefill:
-    """What one rank prefills: new tokens, and the sums of `chunk_work`."""
-
-    __slots__ = ("context", "pairs", "tokens")
-
-    def __init__(self, tokens: float, pairs: float, context: float) -> None:
-        self.tokens, self.pairs, self.context = tokens, pairs, context
-
-
-NO_PREFILL = Prefill(0.0, 0.0, 0.0)
+Prefill = tuple[float, float, float]
+"""What one rank prefills: new tokens, and the sums of `chunk_work`: pairs and context."""
+NO_PREFILL = (0.0, 0.0, 0.0)
 
 
 class StepLoad:
@@ -57,17 +49,19 @@ def load_of(plans: Mapping[int, RankPlan], batch: DecodeBatch, width: int, cost:
     prefills: dict[int, Prefill] = {}
     chunks, prefill_tokens, admission_ms = 0, 0, 0.0
     widest = batch.most_requests() * width if batch.running else 0.0
-    for r, plan in plans.items():
-        if plan.chunks:
-            prefills[r] = prefill = _prefill_of(plan.chunks, cost.short_chunks)
-            prefill_tokens += int(prefill.tokens)
-            chunks += len(plan.chunks)
-            if (tokens := prefill.tokens + batch.requests[r] * width) > widest:
+    for r, (started, new_chunks, loads) in plans.items():
+        if new_chunks:
+            prefills[r] = prefill = _prefill_of(new_chunks, cost.short_chunks)
+            tokens = prefill[0]
+            prefill_tokens += int(tokens)
+            chunks += len(new_chunks)
+            tokens += batch.requests[r] * width
+            if tokens > widest:
                 widest = tokens
         own_ms = 0.0
-        for seq in plan.started:
+        for seq in started:
             own_ms += cost.admission_ms(seq.prompt_tokens)
-        for seq in plan.loads:
+        for seq in loads:
             own_ms += cost.admission_ms(seq.prompt_tokens)
         if own_ms > admission_ms:
             admission_ms = own_ms
@@ -90,4 +84,4 @@ def _prefill_of(chunks: list[Chunk], short: ShortChunks) -> Prefill:
         tokens += new
         pairs += own_pairs
         context += own_context
-    return Prefill(float(tokens), pairs, float(context))
+    return float(tokens), pairs, float(context)

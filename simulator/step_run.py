@@ -38,7 +38,8 @@ class OneStep(StepSums):
         wall_ns = round(times.wall_ms * NS_PER_MS)
         self._wall_ns = wall_ns if wall_ns > 1 else 1
         self.end_ns = now_ns + self._wall_ns
-        self.steps, self.wall_ns, self.gpu_ms, self.shared = 1, float(self._wall_ns), times.gpu_ms, times.shared
+        self.steps, self.wall_ns = 1, float(self._wall_ns)
+        self.gpu_ms, self.shared = times.gpu_ms, times.shared
         self.sync_ms = times.wall_ms - times.wall_without_sync_ms
         self.attention_ms, self.attention_mean_ms = times.attention_ms, times.attention_mean_ms
         self.next_lead_ms, self.next_seen_ms = times.next_lead_ms, times.next_seen_ms

@@ -18,7 +18,7 @@ import numpy as np
 from rackplan.engine import InputError
 from rackplan.simulator.agentic_trace import AGENTIC_COLUMNS, read_agentic
 from rackplan.simulator.arrivals import MOONCAKE_BLOCK_TOKENS, Row, TraceWorkload
-from rackplan.simulator.garbage import rare_collections
+from rackplan.simulator.garbage import no_collections
 from rackplan.simulator.request import NS_PER_MS, NS_PER_S
 from rackplan.simulator.sessions import SessionWorkload
 from rackplan.simulator.trace_values import FORMATS, number_of, tokens_of
@@ -26,7 +26,7 @@ from rackplan.simulator.trace_values import FORMATS, number_of, tokens_of
 
 def read_trace(path: Path) -> TraceWorkload | SessionWorkload:
     """Read a recorded workload. Raises InputError: not readable, unknown format, or the row and value at fault."""
-    with rare_collections():
+    with no_collections():
         return _read(path, _read_text(path))
 
 

@@ -9,7 +9,7 @@ from rackplan.simulator.clock import FAR_NS, LAST, NEVER, Clock
 
 Call = tuple[int, int, list[int]]
 """Delay, ns, priority, and the delays of what it schedules."""
-DELAYS_NS = st.sampled_from([0, 1, FAR_NS, FAR_NS + 1, FAR_NS + 2, 2 * FAR_NS])
+DELAYS_NS = st.sampled_from([0, 1, FAR_NS, FAR_NS + 1, FAR_NS + 2, 2 * FAR_NS, 2 * FAR_NS + 1, 5 * FAR_NS])
 CALLS = st.lists(st.tuples(DELAYS_NS, st.sampled_from([1, LAST]), st.lists(DELAYS_NS, max_size=2)), max_size=8)
 
 
@@ -28,6 +28,7 @@ def in_one_queue(calls: list[Call]) -> list[tuple[int, int]]:
 
 
 @given(CALLS)
+@example([(5 * FAR_NS, 1, []), (2 * FAR_NS, 1, [])])  # the one that comes first is scheduled later
 @example([(FAR_NS, 1, [1]), (FAR_NS + 1, 1, [])])  # the near one is scheduled later and comes at the same time
 def test_calls_come_in_order_near_or_far(calls: list[Call]) -> None:
     clock, came, scheduled = Clock(), [], 0
@@ -46,8 +47,9 @@ def test_calls_come_in_order_near_or_far(calls: list[Call]) -> None:
 
     for one in calls:
         schedule(*one)
-    assert clock.next_ns == min((delay_ns for delay_ns, *_ in calls), default=NEVER)
-    clock.run(until=10 * FAR_NS)
+    soonest_ns = min((delay_ns for delay_ns, *_ in calls), default=NEVER)
+    assert clock.next_ns == soonest_ns if soonest_ns <= FAR_NS else clock.next_ns <= soonest_ns
+    clock.run(until=11 * FAR_NS)
     assert came == in_one_queue(calls)
 
 

@@ -97,13 +97,15 @@ def rank_with_two_sessions_in_host_memory() -> Rank:
 
 def plan(rank: Rank, room_tokens: int, visible_before_ns: int = 1):
     caps = Caps(aggregated(kv_offloading_gib=1).pools[0], width=1, replay_tokens=0)
-    return plan_rank(rank, [], Given(caps, 0, visible_before_ns), room_tokens, defers=False)
+    resumed = rank.resumable(visible_before_ns)
+    started, _, blocked_by = plan_rank(rank, [], resumed, Given(caps, 0, visible_before_ns), room_tokens, False)
+    return started, blocked_by
 
 
 @pytest.mark.parametrize(("kv_tokens", "loads"), [(2600 + 1488, 2), (2600 + 1487, 1), (2600, 1), (2599, 0)])
 def test_a_load_leaves_what_the_loads_before_it_still_need(kv_tokens, loads):
     rank = rank_with_two_sessions_in_host_memory()
-    blocked_by = plan(rank, kv_tokens).blocked_by
+    _, blocked_by = plan(rank, kv_tokens)
     assert [seq.request.session for seq in rank.begun] == [0, 1][:loads]
     assert blocked_by == (None if loads == 2 else "kv_full")
 
@@ -114,10 +116,10 @@ def test_what_holds_kv_is_in_line_before_what_waits_in_the_order_of_its_loads():
     first, second = rank.begun
     rank.waiting.append(Sequence(Request(20, 0, 100, 1), 0, 0, 100))
     second.is_loading, second.ready_ns = False, 5  # its load has ended, the other's has not
-    assert plan(rank, 10_000, visible_before_ns=6).started[0] is second
+    assert plan(rank, 10_000, visible_before_ns=6)[0][0] is second
     first.is_loading, first.ready_ns = False, 7
     rank.waiting.append(Sequence(Request(21, 0, 100, 1), 0, 0, 100))
-    assert plan(rank, 1112, visible_before_ns=8).started[0] is first  # what it holds needs no room
+    assert plan(rank, 1112, visible_before_ns=8)[0][0] is first  # what it holds needs no room
     assert not rank.holding
 
 

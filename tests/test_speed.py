@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -15,8 +16,10 @@ import pytest
 from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disaggregated, requests
 
 from rackplan.engine import Deployment
+from rackplan.simulator.agentx import AGENTX
 from rackplan.simulator.load import Load
 from rackplan.simulator.run_options import RunOptions
+from rackplan.simulator.simulate import _Run as Run
 from rackplan.simulator.simulate import simulate
 
 
@@ -91,6 +94,40 @@ def test_longer_answers_take_no_more_calls_where_nothing_else_happens() -> None:
     _, short, long = (count_calls(aggregated(), 50, 0.1, tokens).total for tokens in (100, 100, 250))  # the first warms
     assert long == short
     assert count_calls(aggregated(), 50, 0.1, 2500).by_name["time_steps"] <= 50 * (1 + 2500 // 256 + 1)
+
+
+def circles_of(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> int:
+    """Objects that refer to one another in a circle and that a run has made and let go of by its end."""
+    found = []
+    result = Run._result
+
+    def counted(self: Run, warmup_ns: int) -> object:
+        found.append(gc.collect())
+        return result(self, warmup_ns)
+
+    gc.collect()
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_result", counted)
+        run()
+    return found[0]
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_run_that_nobody_collects_circles_of_makes_none_of_its_requests(case: str, monkeypatch) -> None:
+    deployment, rate_req_s, _ = CASES[case]
+    few, many = (circles_of(monkeypatch, lambda: count_calls(deployment, n, rate_req_s)) for n in (100, 1000))  # noqa: B023
+    assert many <= few
+
+
+def test_sessions_make_circles_of_trees_at_most_that_send_nothing_any_more(monkeypatch) -> None:
+    calibration, lanes = FakeCalibration(LinearCost(host=0.8, admission=0.1)), 32
+
+    def sessions() -> None:
+        options = RunOptions(duration_s=900.0, drain=False)
+        simulate(aggregated(max_num_seqs=64), AGENTX, Load(concurrency=lanes), calibration, options)
+
+    sessions()  # what is made once
+    assert circles_of(monkeypatch, sessions) <= 8 * lanes
 
 
 def test_the_simulator_imports_nothing_slow() -> None:
