@@ -3,6 +3,7 @@ same on every machine, so a slower algorithm fails here without a clock. Bounds 
 docs/performance.md has the times.
 """
 
+import dis
 import gc
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from models import FakeCalibration, GivenRequests, LinearCost, aggregated, disag
 
 from rackplan.engine import Deployment
 from rackplan.simulator.agentx import AGENTX
+from rackplan.simulator.clock import Clock
 from rackplan.simulator.load import Load
 from rackplan.simulator.run_options import RunOptions
 from rackplan.simulator.simulate import _Run as Run
@@ -60,14 +62,14 @@ def decode_rack() -> Deployment:
 
 
 CASES = {
-    "aggregated": (aggregated(), 20.0, {"all": 185, "time_steps": 3.2, "plan_rank": 1.1, "_live": 4.4}),
-    "aggregated DEP4": (aggregated(dep=4), 60.0, {"all": 155, "time_steps": 2.3, "plan_rank": 1.1, "_live": 2.9}),
+    "aggregated": (aggregated(), 20.0, {"all": 182, "time_steps": 3.2, "plan_rank": 1.1, "_live": 4.4}),
+    "aggregated DEP4": (aggregated(dep=4), 60.0, {"all": 152, "time_steps": 2.3, "plan_rank": 1.1, "_live": 2.9}),
     "P/D": (
         disaggregated(prefill={"instances": 1}, decode={"dep": 1}),
         20.0,
-        {"all": 285, "time_steps": 4.3, "plan_rank": 2.2, "_live": 6.5},
+        {"all": 277, "time_steps": 4.3, "plan_rank": 2.2, "_live": 6.5},
     ),
-    "P/D, decode DEP8": (decode_rack(), 60.0, {"all": 275, "time_steps": 3.5, "plan_rank": 2.2, "_live": 5.6}),
+    "P/D, decode DEP8": (decode_rack(), 60.0, {"all": 267, "time_steps": 3.5, "plan_rank": 2.2, "_live": 5.6}),
 }
 """Deployment, requests/s, and the most calls per request. `_live`: times that an instance's process goes on."""
 
@@ -94,6 +96,13 @@ def test_longer_answers_take_no_more_calls_where_nothing_else_happens() -> None:
     _, short, long = (count_calls(aggregated(), 50, 0.1, tokens).total for tokens in (100, 100, 250))  # the first warms
     assert long == short
     assert count_calls(aggregated(), 50, 0.1, 2500).by_name["time_steps"] <= 50 * (1 + 2500 // 256 + 1)
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="others specialize every loop")
+def test_the_loop_over_calls_is_specialized_though_it_is_entered_once() -> None:
+    count_calls(aggregated(), 50, 20.0)
+    names = {instruction.opname for instruction in dis.get_instructions(Clock.step, adaptive=True)}
+    assert any(name.startswith("LOAD_GLOBAL_") for name in names)
 
 
 def circles_of(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> int:
