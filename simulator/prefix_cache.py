@@ -119,14 +119,14 @@ class SessionCache:
         self._matched = None
         shared = _held_tokens(found, cached_tokens)
         node = self._cut(found, cached_tokens)
-        own = self._own[request] = _Stretch(node, cached_tokens, cached_tokens, 1)
+        end = tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        own = self._own[request] = _Stretch(node, cached_tokens, end if end > cached_tokens else cached_tokens, 1)
         own.is_open = True
         node.children += 1
         self._hold(node)
         self._lead(request.session, own, _UNTIL_ITS_END)
         if request.prefix_session >= 0:
             self._restore(request, own)
-        own.end_at(tokens)
         return shared
 
     def grow(self, request: Request, tokens: int) -> None:
