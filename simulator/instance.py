@@ -47,39 +47,10 @@ class Instance:
 
     # Python 3.11 finds attributes of a class with more than 30 the slow way, where they are not named here.
     __slots__ = (
-        "_after_ms",
-        "_async_scheduling",
-        "_batch",
-        "_cause",
-        "_dep",
-        "_down",
-        "_extra_host_ms",
-        "_frontend",
-        "_idle_since",
-        "_is_idle",
-        "_is_still",
-        "_lead_ms",
-        "_own_worker",
-        "_prefills",
-        "_present",
-        "_process",
-        "_run",
-        "_seen_ms",
-        "_step_since",
-        "_sync_ms",
-        "_under_way",
-        "env",
-        "eplb",
-        "kv_loading",
-        "kv_loads",
-        "links_free_ns",
-        "model",
-        "on_finished",
-        "on_prefilled",
-        "pool",
-        "ranks",
-        "time",
-        "token_gaps",
+        "_after_ms", "_async_scheduling", "_batch", "_cause", "_dep", "_down", "_extra_host_ms", "_frontend",
+        "_idle_since", "_is_idle", "_is_still", "_lead_ms", "_own_worker", "_prefills", "_present", "_process", "_run",
+        "_seen_ms", "_step_since", "_sync_ms", "_under_way", "env", "eplb", "kv_loading", "kv_loads", "links_free_ns",
+        "model", "on_finished", "on_prefilled", "pool", "ranks", "time", "token_gaps"
     )
 
     def __init__(
