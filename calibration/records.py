@@ -45,6 +45,11 @@ class ServedRun:
         return round(float(np.mean(self.input_tokens + self.output_tokens / 2)))
 
 
+def closed_loop(clients: int | None, requests: int) -> int | None:
+    """`clients` that each waited for its request's end before the next of `requests`; None of a burst: none did."""
+    return clients if clients is not None and clients < requests else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step of one rank, from the step log. `prefill`: (new, context) tokens of each chunk. Times are ms, but `t_s`:

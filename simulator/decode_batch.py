@@ -67,7 +67,7 @@ class DecodeBatch:
             self._bound_room(r)
 
     def hold_if_room(self, r: int, tokens: int, step: int) -> bool:
-        """As `hold`, if all of rank `r` has room in the step that follows `step` steps; else False."""
+        """As `hold`, if rank `r` then has KV for the step that follows `step` steps; else False."""
         growth = self.growth[r]
         room = self._kv_tokens - self.held[r] - self._base[r] - growth * step - tokens  # as `room`, without its call
         if room < 0:

@@ -209,6 +209,30 @@ def test_a_stated_unit_is_converted(tmp_path, unit):
     assert run.metrics["mean TTFT"] == pytest.approx(100.0)
 
 
+CONCURRENT = {"type": "concurrency", "kind": "profiling", "name": "profiling", "concurrency": 1}
+WARMUP = {**CONCURRENT, "kind": "warmup", "name": "warmup", "concurrency": 8}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "phases", "clients"),
+    [
+        ({"type_": "synchronous"}, [CONCURRENT], 1),
+        ({"type_": "concurrent", "streams": 1}, [WARMUP, CONCURRENT], 1),
+        ({"type_": "throughput", "max_concurrency": 1}, [CONCURRENT], 1),
+        ({"type_": "throughput", "max_concurrency": None}, [CONCURRENT | {"concurrency": 2}], None),  # none waits
+        ({"type_": "concurrent", "streams": 3}, [CONCURRENT, CONCURRENT], None),
+        ({"type_": "constant", "rate": 5.0, "max_concurrency": 1}, [CONCURRENT | {"type": "poisson"}], None),
+    ],
+)
+def test_a_closed_loop_says_so_whoever_sent_it(tmp_path: Path, strategy, phases, clients) -> None:
+    report = changed(guidellm(), benchmarks__0__config={"strategy": strategy})
+    (_, a), *_ = read_served_runs(saved(tmp_path / "benchmarks.json", report))
+    saved(tmp_path / "profile_export.jsonl", aiperf_requests())
+    summary = aiperf() | {"input_config": {"phases": phases}}
+    (_, b), *_ = read_served_runs(saved(tmp_path / "profile_export_aiperf.json", summary))
+    assert (a.concurrency, b.concurrency) == (clients, clients)
+
+
 def test_a_scrape_adds_up_over_engines_and_two_give_what_lies_between():
     first = parse_metrics(prometheus(), "a")
     later = parse_metrics(prometheus(scale=3), "b")

@@ -4,13 +4,14 @@ Every value states its unit; its inter-token latency is called TPOT here.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rackplan.calibration.readers import parse
-from rackplan.calibration.records import ServedRun
+from rackplan.calibration.records import ServedRun, closed_loop
 from rackplan.engine import InputError
 
 SUMMARY, REQUESTS = "profile_export_aiperf.json", "profile_export.jsonl"
@@ -40,7 +41,18 @@ def read_aiperf(path: Path) -> ServedRun:
         if rate.get("unit") != "tokens/sec":
             raise InputError(f"{path}: output_token_throughput: unit={rate.get('unit')!r} is not tokens/sec")
         metrics["output throughput"] = parse.number(rate, "avg", f"{path}: output_token_throughput")
-    return _requests(path.with_name(REQUESTS), metrics)
+    run = _requests(path.with_name(REQUESTS), metrics)
+    return replace(run, concurrency=closed_loop(_clients(summary, str(path)), len(run.start_s)))
+
+
+def _clients(summary: dict[str, Any], where: str) -> int | None:
+    """Requests in flight, where the one phase that was measured keeps to so many and to no rate."""
+    config = parse.mapping(summary.get("input_config") or {}, where, "input_config")
+    phases = [parse.mapping(p, where, "phase") for p in parse.sequence(config.get("phases") or [], where, "phases")]
+    measured = [p for p in phases if p.get("kind") != "warmup" and p.get("name") != "warmup"]
+    if len(measured) != 1 or measured[0].get("type") != "concurrency" or measured[0].get("concurrency") is None:
+        return None
+    return parse.whole(measured[0], "concurrency", f"{where}: input_config.phases", 1)
 
 
 def _ms_of(value: dict[str, Any], where: str) -> float:

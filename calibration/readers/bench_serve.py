@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rackplan.calibration.readers import parse
-from rackplan.calibration.records import ServedRun
+from rackplan.calibration.records import ServedRun, closed_loop
 from rackplan.engine import InputError
 
 KEYS = {
@@ -46,15 +46,9 @@ def read_bench_serve(path: Path) -> ServedRun:
         raise InputError(f"{path}: no request succeeded; give {_WANTED}")
     rows.sort(key=lambda row: parse.number(row[0], "start_times", row[1]))
     metrics = {name: parse.number(data, key, str(path)) for name, key in KEYS.items() if data.get(key) is not None}
-    return replace(_run(rows, metrics, set(columns)), concurrency=_concurrency(data, count, str(path)))
-
-
-def _concurrency(data: dict[str, Any], requests: int, where: str) -> int | None:
-    """Of a closed loop, which neither a cap on the requests of a rate is, nor a burst, in which none waits."""
-    if data.get("max_concurrency") is None or data.get("request_rate") != "inf":
-        return None
-    clients = parse.whole(data, "max_concurrency", where, 1)
-    return clients if clients < requests else None
+    loops = data.get("max_concurrency") is not None and data.get("request_rate") == "inf"  # else a rate, with a cap
+    clients = parse.whole(data, "max_concurrency", str(path), 1) if loops else None
+    return replace(_run(rows, metrics, set(columns)), concurrency=closed_loop(clients, count))
 
 
 def _run(rows: list[tuple[dict[str, Any], str]], metrics: dict[str, float], columns: set[str]) -> ServedRun:

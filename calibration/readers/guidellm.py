@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rackplan.calibration.readers import parse
-from rackplan.calibration.records import ServedRun
+from rackplan.calibration.records import ServedRun, closed_loop
 from rackplan.engine import InputError
 
 VERSION = 2
@@ -60,7 +60,18 @@ def _run(benchmark: dict[str, Any], where: str) -> ServedRun:
         cached_tokens=None if None in cached else np.array([parse.whole(r, "cached_tokens", w) for r, w in requests]),
         token_s=[],
         metrics={"output throughput": float(outputs.sum()) / span_s, **metrics},
+        concurrency=closed_loop(_clients(benchmark, where), len(requests)),
     )
+
+
+def _clients(benchmark: dict[str, Any], where: str) -> int | None:
+    """Requests in flight, where the strategy keeps to so many and to no rate."""
+    config = parse.mapping(benchmark.get("config") or {}, where, "config")
+    strategy = parse.mapping(config.get("strategy") or {}, where, "config.strategy")
+    if strategy.get("type_") == "synchronous":
+        return 1
+    key = {"concurrent": "streams", "throughput": "max_concurrency"}.get(str(strategy.get("type_")))
+    return parse.whole(strategy, key, where, 1) if key and strategy.get(key) is not None else None
 
 
 def _metrics(metrics: dict[str, Any], where: str) -> dict[str, float]:
