@@ -271,15 +271,16 @@ class SimulatorSide:
         step = Step(number, preempted=sorted(self._names[s] for s, n in before.items() if s.preemptions > n))
         for seq in ranks.queues[0].decoding:
             step.scheduled[self._names[seq]] = 1, False
-        for plan in plans.values():
-            for seq, tokens in plan.chunks:
+        for _, chunks, _ in plans.values():
+            for seq, tokens in chunks:
                 step.scheduled[self._names[seq]] = tokens, True
         if step.scheduled:
             ranks.commit(plans, 1)
         else:
             ranks.begin_wave()
-        step.finished = sorted(self._names.pop(seq) for seq, ended in ranks.outputs if ended)
-        ranks.outputs.clear()
+        step.finished = sorted(map(self._names.pop, ranks.ended))
+        ranks.started.clear()
+        ranks.ended.clear()
         self.arrivals.ended(step.finished, number)
         return step
 
